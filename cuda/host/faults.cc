@@ -1,0 +1,56 @@
+#include "host/faults.h"
+
+#include <mutex>
+#include <utility>
+
+namespace mok {
+namespace {
+
+constexpr size_t kCapacity = 256;
+
+struct Records {
+  std::mutex mutex;
+  FaultReport report{};
+};
+
+// Never destroyed: worker threads outlive main().
+Records& records() {
+  static Records* const instance = new Records;
+  return *instance;
+}
+
+}  // namespace
+
+const char* name(Operation operation) {
+  switch (operation) {
+    case Operation::kPlan:
+      return "plan";
+    case Operation::kDispatch:
+      return "dispatch";
+    case Operation::kCombine:
+      return "combine";
+    case Operation::kReverseCombine:
+      return "reverse combine";
+    case Operation::kReverseDispatch:
+      return "reverse dispatch";
+  }
+  return "unknown operation";
+}
+
+void record_fault(const Fault& fault) {
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  if (all.report.faults.size() < kCapacity) {
+    all.report.faults.push_back(fault);
+  } else {
+    ++all.report.dropped;
+  }
+}
+
+FaultReport take_faults() {
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  return std::exchange(all.report, {});
+}
+
+}  // namespace mok

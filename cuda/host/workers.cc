@@ -1,0 +1,61 @@
+#include "host/workers.h"
+
+#include <cfenv>
+#include <condition_variable>
+#include <mutex>
+#include <queue>
+#include <thread>
+#include <utility>
+
+namespace mok {
+namespace {
+
+class Workers {
+ public:
+  void run(std::function<void()> task) {
+    // Rounding and the treatment of subnormals are the caller's: results are compared bit for bit.
+    std::fenv_t environment;
+    std::fegetenv(&environment);
+    const std::lock_guard lock(mutex_);
+    tasks_.push([task = std::move(task), environment] {
+      std::fesetenv(&environment);
+      task();
+    });
+    if (idle_ >= tasks_.size()) {
+      wake_.notify_one();
+    } else {
+      std::thread([this] { work(); }).detach();
+    }
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      ++idle_;
+      wake_.wait(lock, [this] { return !tasks_.empty(); });
+      --idle_;
+      std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop();
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::queue<std::function<void()>> tasks_;
+  size_t idle_ = 0;
+};
+
+}  // namespace
+
+void run_on_worker(std::function<void()> task) {
+  // Never destroyed: its threads outlive main().
+  static Workers* const workers = new Workers;
+  workers->run(std::move(task));
+}
+
+}  // namespace mok

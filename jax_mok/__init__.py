@@ -1,0 +1,37 @@
+"""Expert-parallel Mixture-of-Experts layer for JAX: one call, deterministic to the bit."""
+
+import pkgutil
+
+# In a checkout's folder Python takes this package from there; the native module lies only in the
+# installed copy.
+__path__ = pkgutil.extend_path(__path__, __name__)
+
+from jax_mok.versions import check_jax_version
+
+check_jax_version()
+
+from jax_mok import ffi as _ffi  # noqa: E402
+from jax_mok.config import MoEConfig  # noqa: E402
+from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError  # noqa: E402
+from jax_mok.faults import check  # noqa: E402
+from jax_mok.ffi import export_safety_checks  # noqa: E402
+from jax_mok.moe import moe, moe_ffn, remat_policy  # noqa: E402
+from jax_mok.plan import Plan, build_plan  # noqa: E402
+from jax_mok.reference import reference_moe  # noqa: E402
+
+_ffi.register()
+
+__all__ = [
+    "MoEConfig",
+    "MoEError",
+    "MoEInputError",
+    "MoETimeoutError",
+    "Plan",
+    "build_plan",
+    "check",
+    "export_safety_checks",
+    "moe",
+    "moe_ffn",
+    "reference_moe",
+    "remat_policy",
+]

@@ -1,0 +1,20 @@
+from typing import Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Fault(TypedDict):
+    kind: Literal["timeout", "expert_out_of_range"]
+    operation: str
+    group: int
+    rank: int
+    peer: int
+    expected: int
+    seen: int
+
+def registrations() -> dict[str, dict[str, object]]: ...
+def take_faults() -> tuple[list[Fault], int]: ...
+def build_plan(
+    routes: NDArray[np.int32], rank: int, experts: int, tile_rows: int, chunk_rows: int
+) -> dict[str, NDArray[np.int32]]: ...
+def ring_position(row: int, ring_rows: int, chunk_rows: int) -> tuple[int, int, int]: ...

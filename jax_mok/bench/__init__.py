@@ -1,0 +1,1 @@
+"""Measurements: `python -m jax_mok.bench <name> [flags]`."""

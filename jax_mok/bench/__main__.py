@@ -1,0 +1,23 @@
+"""Chooses a measurement by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from absl import app
+
+_NAMES = ("cpu",)
+
+
+def main() -> None:
+    """Runs `python -m jax_mok.bench <name> [flags]`."""
+    if len(sys.argv) < 2 or sys.argv[1] not in _NAMES:
+        found = f"got {sys.argv[1]!r}; " if len(sys.argv) > 1 else ""
+        sys.exit(f"{found}name a measurement: python -m jax_mok.bench {{{','.join(_NAMES)}}}")
+    measurement = importlib.import_module(f"jax_mok.bench.{sys.argv.pop(1)}")
+    app.run(measurement.main)
+
+
+if __name__ == "__main__":
+    main()

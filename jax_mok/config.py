@@ -1,0 +1,98 @@
+"""What a caller can choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+from jax_mok.errors import MoEInputError
+
+Direction = Literal["pull", "push"]
+Composition = Literal["auto", "composed", "collective"]
+
+TILE_ROWS = 64
+_MOST_ROWS = 2**31 - TILE_ROWS
+_LONGEST_TIMEOUT_S = 86400
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Options of the layer. Immutable and hashable, so it can be a static argument.
+
+    None of them changes a bit of any result, except `clamp`.
+
+    Attributes:
+      ring_rows: rows of the ring that holds dispatched tokens on an expert's rank, a multiple of 64
+        and of `chunk_rows`. A load larger than the ring takes more waves. None: the balanced load
+        (one row per choice, and padding of tiles) with a quarter of head-room.
+      chunk_rows: rows of one chunk of the ring, a multiple of 64; pulls from the peers are
+        interleaved within a chunk. None: up to 4096, what divides the ring.
+      saved_rows: rows on a rank whose pre-activations are kept for the backward pass, a multiple of
+        64. Later rows are dispatched and multiplied again there. None: one ring.
+      dispatch: who moves token rows to the experts: the expert's rank ("pull") or the token's home
+        rank ("push"). The collective composition has no directions.
+      combine: who moves output rows home: the token's home rank ("pull") or the expert's ("push").
+      reverse_combine: as `dispatch`, for the output's gradient.
+      reverse_dispatch: as `combine`, for the input's gradient.
+      clamp: if given, the gate is limited to at most `clamp` and the up projection to
+        ±`clamp` before the activation (as in gpt-oss).
+      composition: "composed" moves rows through memory that the ranks share, "collective" through
+        XLA's own collectives. "auto": collective if several processes take part, else composed.
+      timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails. The
+        collective composition waits as long as XLA's collectives do.
+    """
+
+    ring_rows: int | None = None
+    chunk_rows: int | None = None
+    saved_rows: int | None = None
+    dispatch: Direction = "pull"
+    combine: Direction = "push"
+    reverse_combine: Direction = "pull"
+    reverse_dispatch: Direction = "push"
+    clamp: float | None = None
+    composition: Composition = "auto"
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuses values that no sizes could make valid."""
+        for name, least in (("ring_rows", TILE_ROWS), ("chunk_rows", TILE_ROWS), ("saved_rows", 0)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _rows(name, getattr(self, name), least))
+        for name in ("dispatch", "combine", "reverse_combine", "reverse_dispatch"):
+            _check_choice(name, getattr(self, name), get_args(Direction))
+        _check_choice("composition", self.composition, get_args(Composition))
+        if self.clamp is not None:
+            object.__setattr__(self, "clamp", _positive("clamp", self.clamp, math.inf))
+        timeout_s = _positive("timeout_s", self.timeout_s, _LONGEST_TIMEOUT_S)
+        object.__setattr__(self, "timeout_s", timeout_s)
+        if self.ring_rows and self.chunk_rows and self.ring_rows % self.chunk_rows:
+            above = -(-self.ring_rows // self.chunk_rows) * self.chunk_rows
+            raise MoEInputError(
+                f"MoEConfig.ring_rows={self.ring_rows} is not a multiple of "
+                f"chunk_rows={self.chunk_rows}: round it up to {above}"
+            )
+
+
+def _rows(name: str, value: Any, least: int) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) <= _MOST_ROWS or int(value) % TILE_ROWS:
+        raise MoEInputError(
+            f"MoEConfig.{name}={value!r} must be None or an integer multiple of {TILE_ROWS}, "
+            f"at least {least} and below 2**31"
+        )
+    return int(value)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise MoEInputError(f"MoEConfig.{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _positive(name: str, value: Any, most: float) -> float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < float(value) <= most or math.isinf(float(value)):
+        limit = "" if math.isinf(most) else f", at most {most}"
+        raise MoEInputError(f"MoEConfig.{name}={value!r} must be a positive finite number{limit}")
+    return float(value)

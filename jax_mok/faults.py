@@ -1,0 +1,48 @@
+"""What compiled calls recorded, raised when the caller asks."""
+
+from __future__ import annotations
+
+import collections
+
+from jax_mok import _native
+from jax_mok.errors import MoEInputError, MoETimeoutError
+
+_MOST_LINES = 8
+
+
+def check() -> None:
+    """Raises what the calls that have finished recorded since the last check.
+
+    Faults inside a compiled call cannot raise where they happen: a time-out fails the XLA program
+    that waited, and expert ids out of range are treated as masked. Both leave a record, and this
+    function (or the next call that is traced) raises it. Wait for the results (for instance with
+    `jax.block_until_ready`) before checking.
+
+    Raises:
+      MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`.
+      MoEInputError: if expert ids were out of range.
+    """
+    faults, dropped = _native.take_faults()
+    if not faults:
+        return
+    times = collections.Counter(map(_describe, faults))
+    lines = [f"{line}, {n} times" if n > 1 else line for line, n in times.items()]
+    more = dropped + sum(n for n in list(times.values())[_MOST_LINES:])
+    if more:
+        lines = [*lines[:_MOST_LINES], f"and {more} more faults"]
+    timed_out = any(fault["kind"] == "timeout" for fault in faults)
+    raise (MoETimeoutError if timed_out else MoEInputError)("\n".join(lines))
+
+
+def _describe(fault: _native.Fault) -> str:
+    group = f" of group {fault['group']}" if fault["group"] else ""
+    if fault["kind"] == "timeout":
+        return (
+            f"{fault['operation']}: rank {fault['rank']}{group} waited for rank {fault['peer']}; "
+            f"{fault['seen']} of {fault['expected']} ranks came within MoEConfig.timeout_s"
+        )
+    return (
+        f"rank {fault['rank']}{group} had {fault['seen']} expert id(s) outside "
+        f"0..{fault['expected'] - 1}; they were treated as masked: mend the router, or use -1 for "
+        "masked choices"
+    )

@@ -1,0 +1,253 @@
+"""The public operation and its gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_mok import layer
+from jax_mok.call import Call
+from jax_mok.config import MoEConfig
+from jax_mok.errors import MoEInputError
+from jax_mok.experts import Weights
+from jax_mok.faults import check
+from jax_mok.layout import make_layout
+from jax_mok.plan import make_plan
+from jax_mok.sharding import (
+    check_partitioned,
+    find_position,
+    sum_replicas,
+    vary,
+    vary_all,
+    varying_axes,
+)
+from jax_mok.transforms import guard
+from jax_mok.validate import check_experts, check_operands
+
+_ROUTES_NAME = "jax_mok_routes"
+_PLAN_NAME = "jax_mok_plan"
+_PRE_ACTIVATIONS_NAME = "jax_mok_pre_activations"
+
+remat_policy = jax.checkpoint_policies.save_only_these_names(
+    _ROUTES_NAME, _PLAN_NAME, _PRE_ACTIVATIONS_NAME
+)
+"""For `jax.checkpoint(..., policy=jax_mok.remat_policy)`: keeps the routes (so that recomputed
+scores cannot route differently), the plan and the saved pre-activations of each layer."""
+
+
+def moe_ffn(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    axis_name: str,
+    config: MoEConfig | None = None,
+) -> jax.Array:
+    """Mixture-of-Experts feed-forward layer with experts partitioned over a mesh axis.
+
+    y[t] = Σ_k w[t, k] · down(silu(x[t]·W_gate) ⊙ (x[t]·W_up)) with the matrices of expert
+    `expert_ids[t, k]` (SwiGLU: Shazeer, "GLU Variants Improve Transformer", 2020). Products
+    accumulate in f32; the sum over k is in f32, k ascending. Results do not depend on the number of
+    ranks, bit for bit.
+
+    Call it inside `jax.shard_map` over a mesh with the axis; shapes are those of one device.
+    Differentiable in x, expert_weights and the three weights.
+
+    Args:
+      x: [T, H] this device's tokens, float32 or bfloat16.
+      expert_ids: [T, K] int32, expert of each choice among all ranks' experts; -1 is a masked
+        choice. Other ids out of range are masked too, and reported by `jax_mok.check`.
+      expert_weights: [T, K] float32, router weight of each choice.
+      w_gate: [experts/n, H, I] this device's experts, n being the size of the axis; of x's dtype,
+        or float32 (then rounded to x's dtype, and its gradient comes back float32, unrounded).
+      w_up: as w_gate.
+      w_down: [experts/n, I, H].
+      axis_name: mesh axis over which experts are partitioned, in blocks.
+      config: options.
+
+    Returns:
+      y: [T, H] in x's dtype.
+
+    Raises:
+      MoEInputError: outside `shard_map`, or for operands that do not fit each other or the mesh.
+      MoEError: under `jax.vmap`; or what `jax_mok.check` would raise for earlier calls.
+    """
+    check()
+    config = config or MoEConfig()
+    position = find_position(axis_name, "moe_ffn")
+    check_operands(x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    check_partitioned(axis_name, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    num_experts = w_gate.shape[0] * position.ranks
+    tokens, top_k = expert_ids.shape
+    operands = (x, expert_weights, w_gate, w_up, w_down)
+    call = Call(
+        config=config,
+        layout=make_layout(
+            config, ranks=position.ranks, tokens=tokens, top_k=top_k, experts=num_experts
+        ),
+        position=position,
+        operand_axes=tuple(map(varying_axes, operands)),
+        axes=frozenset({axis_name}).union(*map(varying_axes, (*operands, expert_ids))),
+    )
+    if tokens == 0:
+        return vary(x, call.axes)
+    expert_ids = checkpoint_name(expert_ids, _ROUTES_NAME)
+    expert_weights = checkpoint_name(expert_weights, _ROUTES_NAME)
+    return _moe(call, x, expert_weights, Weights(w_gate, w_up, w_down), expert_ids)
+
+
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    config: MoEConfig | None = None,
+) -> jax.Array:
+    """`moe_ffn` on global arrays: tokens are sharded over all mesh axes, experts over one.
+
+    Args:
+      x: [T, H] all tokens; T is a multiple of the number of devices.
+      expert_ids: [T, K] int32.
+      expert_weights: [T, K] float32.
+      w_gate: [experts, H, I]; experts is a multiple of the axis' size.
+      w_up: [experts, H, I].
+      w_down: [experts, I, H].
+      mesh: the mesh.
+      axis_name: mesh axis over which experts are partitioned; each position along the other axes
+        is a group of ranks of its own, with the same weights.
+      config: options.
+
+    Returns:
+      y: [T, H], sharded as the tokens.
+
+    Raises:
+      MoEInputError: as `moe_ffn`, for an axis that the mesh lacks, or tokens it cannot share out.
+    """
+    if axis_name not in mesh.axis_names:
+        raise MoEInputError(
+            f"axis_name={axis_name!r} is not an axis of the mesh; "
+            f"its axes are {', '.join(map(repr, mesh.axis_names))}"
+        )
+    check_operands(x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    if x.shape[0] % mesh.size:
+        padded = -(-x.shape[0] // mesh.size) * mesh.size
+        raise MoEInputError(
+            f"{x.shape[0]} tokens cannot be divided among {mesh.size} devices: pad x to "
+            f"{padded} tokens, with expert_ids -1 for the padding"
+        )
+    check_experts(w_gate.shape[0], mesh.shape[axis_name], axis_name)
+    config = config or MoEConfig()
+    if config.composition == "composed" and _processes(mesh) > 1:
+        raise MoEInputError(
+            f"composition='composed' needs ranks that share memory, and this mesh has devices of "
+            f"{_processes(mesh)} processes: use composition='auto'"
+        )
+    tokens, experts = P(mesh.axis_names), P(axis_name)
+    specs = (tokens, tokens, tokens, experts, experts, experts)
+    operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        operands = tuple(
+            jax.sharding.reshard(operand, NamedSharding(mesh, _only(spec, explicit)))
+            for operand, spec in zip(operands, specs, strict=True)
+        )
+    body = functools.partial(moe_ffn, axis_name=axis_name, config=config)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=tokens)(*operands)
+
+
+def _processes(mesh: Mesh | AbstractMesh) -> int:
+    if isinstance(mesh, AbstractMesh):
+        return 1
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _only(spec: P, names: list[str]) -> P:
+    """The one-dimensional spec without the axes that are not named."""
+    axes = (spec[0],) if isinstance(spec[0], str) else spec[0]
+    return P(tuple(axis for axis in axes if axis in names))
+
+
+class _Residuals(NamedTuple):
+    routed: layer.Routed
+    x: jax.Array
+    router_weights: jax.Array
+    weights: Weights
+    pre_activations: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moe(
+    call: Call,
+    x: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+    expert_ids: jax.Array,
+) -> jax.Array:
+    routed, x, router_weights, weights = _route(call, x, router_weights, weights, expert_ids)
+    return layer.forward(call, routed, x, router_weights, weights, keep_pre_activations=False)[0]
+
+
+def _route(
+    call: Call,
+    x: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+    expert_ids: jax.Array,
+) -> tuple[layer.Routed, jax.Array, jax.Array, Weights]:
+    """The plan, and the operands typed as differing along the call's axes."""
+    operands = map(guard, (x, router_weights, expert_ids, *weights))
+    x, router_weights, expert_ids, *varied = vary_all(tuple(operands), call.axes)
+    place = vary(call.position.place(), call.axes)
+    plan = checkpoint_name(make_plan(call, expert_ids, place), _PLAN_NAME)
+    return layer.Routed(plan, place), x, router_weights, Weights(*varied)
+
+
+def _moe_forward(
+    call: Call,
+    x: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+    expert_ids: jax.Array,
+) -> tuple[jax.Array, _Residuals]:
+    routed, x, router_weights, weights = _route(call, x, router_weights, weights, expert_ids)
+    y, pre_activations = layer.forward(
+        call, routed, x, router_weights, weights, keep_pre_activations=True
+    )
+    pre_activations = checkpoint_name(pre_activations, _PRE_ACTIVATIONS_NAME)
+    return y, _Residuals(routed, x, router_weights, weights, pre_activations)
+
+
+def _moe_backward(
+    call: Call, residuals: _Residuals, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, Weights, None]:
+    gradients = layer.backward(call, *residuals, dy=vary(guard(dy), call.axes))
+    dx, d_router_weights, *d_weights = (
+        sum_replicas(gradient, axes)
+        for gradient, axes in zip(
+            (gradients.x, gradients.router_weights, *gradients.weights),
+            call.operand_axes,
+            strict=True,
+        )
+    )
+    in_their_dtypes = (d.astype(w.dtype) for d, w in zip(d_weights, residuals.weights, strict=True))
+    return dx, d_router_weights, Weights(*in_their_dtypes), None
+
+
+_moe.defvjp(_moe_forward, _moe_backward)

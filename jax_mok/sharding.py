@@ -1,0 +1,106 @@
+"""Where a call stands in its mesh, and how its values are typed there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from jax_mok.errors import MoEInputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A `shard_map` body's place in its mesh.
+
+    Attributes:
+      axis_name: the mesh axis over which experts are partitioned.
+      ranks: its size.
+      other_axes: the other mesh axes; each of their positions is a group of ranks of its own.
+    """
+
+    axis_name: str
+    ranks: int
+    other_axes: tuple[str, ...]
+
+    def place(self) -> jax.Array:
+        """int32 [2]: which group of ranks this device belongs to, and its rank there."""
+        group = jax.lax.axis_index(self.other_axes) if self.other_axes else np.int32(0)
+        return jnp.stack([jnp.int32(group), jnp.int32(jax.lax.axis_index(self.axis_name))])
+
+
+def find_position(axis_name: str, caller: str) -> Position:
+    """The position of the surrounding `shard_map` body; messages name the caller.
+
+    Raises:
+      MoEInputError: outside `shard_map`, for an unknown axis, or if an axis is not manual.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = tuple(mesh.manual_axes)
+    if not manual:
+        raise MoEInputError(
+            f"{caller} was called outside jax.shard_map, where XLA would gather every operand on "
+            f"every device: call it inside jax.shard_map over the mesh axis {axis_name!r}, or use "
+            "jax_mok.moe(..., mesh=mesh, axis_name=...) on global arrays"
+        )
+    if axis_name not in manual:
+        raise MoEInputError(
+            f"axis_name={axis_name!r} is not a manual axis of the surrounding shard_map; "
+            f"its manual axes are {', '.join(map(repr, manual))}"
+        )
+    shape = dict(mesh.shape)
+    automatic = [
+        name
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if axis_type != AxisType.Manual and shape[name] > 1
+    ]
+    if automatic:
+        raise MoEInputError(
+            f"the mesh axes {', '.join(map(repr, automatic))} are not manual inside this "
+            "shard_map, so XLA would gather every operand over them: leave out shard_map's "
+            "axis_names, or name all mesh axes there"
+        )
+    others = tuple(name for name in manual if name != axis_name and shape[name] > 1)
+    return Position(axis_name, shape[axis_name], others)
+
+
+def check_partitioned(axis_name: str, **weights: jax.Array) -> None:
+    """Refuses weights that `shard_map(check_vma=True)` knows to be the same on every rank."""
+    if jax.sharding.get_abstract_mesh().shape[axis_name] == 1:
+        return
+    types_are_checked = varying_axes(jax.lax.axis_index(axis_name))
+    for name, weight in weights.items():
+        if types_are_checked and axis_name not in varying_axes(weight):
+            raise MoEInputError(
+                f"{name} is the same on every rank of mesh axis {axis_name!r}: partition its "
+                f"experts, shard_map(..., in_specs=PartitionSpec({axis_name!r}))"
+            )
+
+
+def varying_axes(value: jax.Array) -> frozenset[str]:
+    """Mesh axes along which the type system of `shard_map(check_vma=True)` sees value differ."""
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def vary(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Value, typed as differing along the axes too.
+
+    FFI results and constants are typed as replicated, which is not what they are.
+    """
+    missing = tuple(sorted(axes - varying_axes(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def vary_all(values: Sequence[jax.Array], axes: frozenset[str]) -> list[jax.Array]:
+    """`vary` for each of the values."""
+    return [vary(value, axes) for value in values]
+
+
+def sum_replicas(cotangent: jax.Array, primal_axes: frozenset[str]) -> jax.Array:
+    """Sum of a cotangent over the axes along which it differs and its primal does not."""
+    axes = tuple(sorted(varying_axes(cotangent) - primal_axes))
+    return jax.lax.psum(cotangent, axes) if axes else cotangent

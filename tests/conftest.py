@@ -1,0 +1,34 @@
+"""Settings every test shares: enough host devices, and new memory that is never clean."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import pytest
+
+HOST_DEVICES = 72
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+# XLA reads both when its first client starts, so they are set before any test imports jax.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if _DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT_FLAG}={HOST_DEVICES}".strip()
+    )
+
+_M_PERTURB = -6  # glibc's number for mallopt(M_PERTURB, ...)
+# glibc fills new memory with the low byte of (value ^ 0xff): 0x100 gives 0xff in every byte, which
+# is NaN in float32 and bfloat16 and -1 in int32.
+_NAN_FILL = 0x100
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fills memory with NaN as it is allocated (glibc), so that a value nobody wrote shows up."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_PERTURB, _NAN_FILL)
+    yield
+    mallopt(_M_PERTURB, 0)

@@ -1,0 +1,180 @@
+"""What must hold across processes: distributed jobs, the compilation cache, exported programs."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import harness
+import numpy as np
+import pytest
+import routings
+from oracle import Outputs
+
+RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 40, 16, 24, 8, 2
+HERE = pathlib.Path(__file__).parent
+
+PRELUDE = """
+import sys
+import numpy as np
+import jax
+import harness
+from oracle import Inputs
+inputs = Inputs(**np.load(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs_file(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("processes") / "inputs.npz"
+    np.savez(path, **make_inputs()._asdict())
+    return path
+
+
+def make_inputs():
+    rng = np.random.default_rng(11)
+    routes = routings.zipf(rng, RANKS, TOKENS, TOP_K, EXPERTS)
+    return harness.draw_inputs(rng, routes, hidden=HIDDEN, inner=INNER, experts=EXPERTS)
+
+
+@pytest.fixture
+def start():
+    """Starts Python processes, and leaves none behind."""
+    processes = []
+
+    def start(code: str, *arguments: object, devices: int = RANKS, **variables: object):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": str(HERE),
+            **{name: str(value) for name, value in variables.items()},
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + code, *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def finish(process) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def load_outputs(path: pathlib.Path) -> Outputs:
+    return Outputs(**np.load(path))
+
+
+DISTRIBUTED = """
+port, process = int(sys.argv[3]), int(sys.argv[4])
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
+assert jax.device_count() == 4 and jax.local_device_count() == 2
+from jax.experimental import multihost_utils
+import jax_mok
+config = jax_mok.MoEConfig(ring_rows=int(sys.argv[5]) or None)
+outputs = harness.layer_step(4, config)(harness.shard(inputs, 4))
+outputs = multihost_utils.process_allgather(outputs, tiled=True)
+if process == 0:
+    np.savez(sys.argv[2], **outputs._asdict())
+"""
+
+
+@pytest.mark.parametrize("ring_rows", [0, 64])
+def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_rows):
+    """No memory is shared: the collective composition takes over."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    result = tmp_path / "outputs.npz"
+    processes = [
+        start(DISTRIBUTED, inputs_file, result, port, process, ring_rows, devices=2)
+        for process in range(2)
+    ]
+    for process in processes:
+        finish(process)
+    harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
+
+
+CACHED = """
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+jax.config.update("jax_raise_persistent_cache_errors", True)
+hits = []
+jax.monitoring.register_event_listener(
+    lambda name, **_: hits.append(name) if name == "/jax/compilation_cache/cache_hits" else None
+)
+outputs = harness.layer_step(4, harness.DEFAULTS)(harness.shard(inputs, 4))
+np.savez(sys.argv[2], **{k: np.asarray(v) for k, v in outputs._asdict().items()})
+print("hits", len(hits))
+"""
+
+
+def test_a_new_process_runs_the_cached_program(start, inputs_file, tmp_path):
+    expected = harness.run_layer(make_inputs(), 1)
+    hits = []
+    for turn in range(2):
+        result = tmp_path / f"{turn}.npz"
+        cache = tmp_path / "cache"
+        output = finish(start(CACHED, inputs_file, result, JAX_COMPILATION_CACHE_DIR=cache))
+        hits.append(int(output.split("hits")[-1]))
+        harness.assert_same_bits(load_outputs(result), expected)
+    assert hits[0] == 0
+    assert hits[1] > 0
+
+
+EXPORT = """
+import pathlib
+import jax_mok
+step = harness.layer_step(4, harness.DEFAULTS)
+exported = jax.export.export(step, disabled_checks=jax_mok.export_safety_checks())(
+    harness.shard(inputs, 4)
+)
+jax.export.register_namedtuple_serialization(Inputs, serialized_name="Inputs")
+from oracle import Outputs
+jax.export.register_namedtuple_serialization(Outputs, serialized_name="Outputs")
+pathlib.Path(sys.argv[2]).write_bytes(exported.serialize())
+"""
+
+IMPORT = """
+import pathlib
+import jax.export
+import jax_mok
+from oracle import Outputs
+jax.export.register_namedtuple_serialization(Inputs, serialized_name="Inputs")
+jax.export.register_namedtuple_serialization(Outputs, serialized_name="Outputs")
+exported = jax.export.deserialize(pathlib.Path(sys.argv[2]).read_bytes())
+outputs = jax.jit(exported.call)(harness.shard(inputs, 4))
+np.savez(sys.argv[3], **{k: np.asarray(v) for k, v in outputs._asdict().items()})
+"""
+
+
+def test_a_new_process_runs_the_exported_program(start, inputs_file, tmp_path):
+    program, result = tmp_path / "program", tmp_path / "outputs.npz"
+    finish(start("import jax.export\n" + EXPORT, inputs_file, program))
+    finish(start(IMPORT, inputs_file, program, result))
+    harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
+
+
+def test_the_benchmark_prints_and_writes_its_ratios(tmp_path):
+    figures = tmp_path / "figures.json"
+    sizes = ["--tokens=64", "--hidden=32", "--inner=32", "--rounds=2", "--ranks=4"]
+    command = [sys.executable, "-m", "jax_mok.bench", "cpu", *sizes, f"--json={figures}"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "layer / jnp.dot" in output
+    assert "plan / layer" in output
+    written = json.loads(figures.read_text())
+    assert written["layer_over_dot"] > 0
+    assert written["plan_share"] > 0
+    assert set(written["layer"]) == {"median", "low", "high"}
