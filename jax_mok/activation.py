@@ -32,7 +32,8 @@ def store(gate: jax.Array, up: jax.Array, dtype: jnp.dtype, clamp: float | None)
 
 def swiglu(stored: jax.Array, clamp: float | None) -> jax.Array:
     """f32 [·, I] activation of the stored pre-activations."""
-    gate, up = _clamped(stored, clamp)
+    stored_gate, stored_up = stored.astype(jnp.float32)
+    gate, up = _clamped(stored_gate, stored_up, clamp)
     return jax.nn.silu(gate) * up
 
 
@@ -40,19 +41,19 @@ def swiglu_gradient(
     stored: jax.Array, d_hidden: jax.Array, clamp: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """f32 gradients of gate and up [·, I] for the activation's gradient d_hidden [·, I]."""
-    gate, up = _clamped(stored, clamp)
+    stored_gate, stored_up = stored.astype(jnp.float32)
+    gate, up = _clamped(stored_gate, stored_up, clamp)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
     d_up = d_hidden * silu
     if clamp is not None:
-        d_gate = jnp.where(stored[0] < clamp, d_gate, 0)
-        d_up = jnp.where(jnp.abs(stored[1]) < clamp, d_up, 0)
+        d_gate = jnp.where(stored_gate < clamp, d_gate, 0)
+        d_up = jnp.where(jnp.abs(stored_up) < clamp, d_up, 0)
     return d_gate, d_up
 
 
-def _clamped(stored: jax.Array, clamp: float | None) -> tuple[jax.Array, jax.Array]:
-    gate, up = stored[0].astype(jnp.float32), stored[1].astype(jnp.float32)
+def _clamped(gate: jax.Array, up: jax.Array, clamp: float | None) -> tuple[jax.Array, jax.Array]:
     if clamp is None:
         return gate, up
     return jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)

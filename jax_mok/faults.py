@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from jax_mok import _native
+from jax_mok import _native, ffi
 from jax_mok.errors import MoEInputError, MoETimeoutError
 
 _MOST_LINES = 8
@@ -23,6 +23,8 @@ def check() -> None:
       MoEInputError: if expert ids were out of range.
     """
     faults, dropped = _native.take_faults()
+    if ffi.cuda is not None:
+        faults += ffi.cuda.take_faults()
     if not faults:
         return
     times = collections.Counter(map(_describe, faults))
@@ -30,16 +32,27 @@ def check() -> None:
     more = dropped + sum(n for n in list(times.values())[_MOST_LINES:])
     if more:
         lines = [*lines[:_MOST_LINES], f"and {more} more faults"]
-    timed_out = any(fault["kind"] == "timeout" for fault in faults)
+    timed_out = any(fault["kind"] != "expert_out_of_range" for fault in faults)
     raise (MoETimeoutError if timed_out else MoEInputError)("\n".join(lines))
 
 
 def _describe(fault: _native.Fault) -> str:
     group = f" of group {fault['group']}" if fault["group"] else ""
+    if fault["operation"] == "meeting":
+        return (
+            f"rank {fault['rank']} waited for rank {fault['peer']} longer than "
+            f"MoEConfig.timeout_s (epoch {fault['expected']}, seen {fault['seen']}); the call's "
+            "output is NaN"
+        )
     if fault["kind"] == "timeout":
         return (
             f"{fault['operation']}: rank {fault['rank']}{group} waited for rank {fault['peer']}; "
             f"{fault['seen']} of {fault['expected']} ranks came within MoEConfig.timeout_s"
+        )
+    if fault["kind"] == "kernel_timeout":
+        return (
+            f"a wait within a kernel on device {fault['rank']} expired in {fault['seen']} call(s); "
+            "their outputs are NaN"
         )
     return (
         f"rank {fault['rank']}{group} had {fault['seen']} expert id(s) outside "

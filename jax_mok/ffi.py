@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -10,20 +12,29 @@ import numpy as np
 from jax_mok import _native
 from jax_mok.sharding import vary_all
 
-_TARGETS = _native.registrations()
+cuda: ModuleType | None
+"""The module of the GPU kernels, if this package was built with them."""
+try:
+    cuda = importlib.import_module("jax_mok._cuda")
+except ModuleNotFoundError:
+    cuda = None
+
+_CPU_TARGETS = _native.registrations()
+_CUDA_TARGETS = cuda.registrations() if cuda else {}
 
 
 def register() -> None:
-    """Makes the CPU custom calls known to XLA."""
-    for name, stages in _TARGETS.items():
-        jax.ffi.register_ffi_target(name, stages, platform="cpu")
+    """Makes the custom calls known to XLA."""
+    for platform, targets in (("cpu", _CPU_TARGETS), ("CUDA", _CUDA_TARGETS)):
+        for name, stages in targets.items():
+            jax.ffi.register_ffi_target(name, stages, platform=platform)
 
 
 def call(
     target: str,
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[jax.Array],
-    attributes: Mapping[str, np.generic],
+    attributes: Mapping[str, np.generic | np.ndarray],
     axes: frozenset[str],
     aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
@@ -43,4 +54,5 @@ def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     The custom calls' names and attributes are stable within a minor version of this package.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _TARGETS]
+    names = [*_CPU_TARGETS, *_CUDA_TARGETS]
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

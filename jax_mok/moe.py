@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok import layer
+from jax_mok import fused, layer
 from jax_mok.call import Call
 from jax_mok.config import MoEConfig
 from jax_mok.errors import MoEInputError
@@ -26,12 +26,16 @@ from jax_mok.sharding import (
     vary_all,
     varying_axes,
 )
-from jax_mok.transforms import guard
+from jax_mok.transforms import guard, refuse_when_lowered
 from jax_mok.validate import check_experts, check_operands
 
 _ROUTES_NAME = "jax_mok_routes"
 _PLAN_NAME = "jax_mok_plan"
 _PRE_ACTIVATIONS_NAME = "jax_mok_pre_activations"
+_NO_GPU_GRADIENT = (
+    "gradients of the MoE layer run on CPU devices only in this version: on GPUs call it outside "
+    "jax.grad, or set JAX_PLATFORMS=cpu"
+)
 
 remat_policy = jax.checkpoint_policies.save_only_these_names(
     _ROUTES_NAME, _PLAN_NAME, _PRE_ACTIVATIONS_NAME
@@ -200,23 +204,32 @@ def _moe(
     weights: Weights,
     expert_ids: jax.Array,
 ) -> jax.Array:
-    routed, x, router_weights, weights = _route(call, x, router_weights, weights, expert_ids)
-    return layer.forward(call, routed, x, router_weights, weights, keep_pre_activations=False)[0]
+    operands = _vary(call, x, expert_ids, router_weights, *weights)
+
+    def on_cpu(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> jax.Array:
+        routed = _route(call, ids)
+        return layer.forward(
+            call, routed, x, router_weights, Weights(*w), keep_pre_activations=False
+        )[0]
+
+    def on_gpu(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> jax.Array:
+        return fused.forward(call, x, ids, router_weights, Weights(*w))
+
+    def elsewhere(x: jax.Array, *_: jax.Array) -> jax.Array:
+        return refuse_when_lowered(x, "the MoE layer runs on CPU devices and on NVIDIA GPUs only")
+
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu, default=elsewhere)
 
 
-def _route(
-    call: Call,
-    x: jax.Array,
-    router_weights: jax.Array,
-    weights: Weights,
-    expert_ids: jax.Array,
-) -> tuple[layer.Routed, jax.Array, jax.Array, Weights]:
-    """The plan, and the operands typed as differing along the call's axes."""
-    operands = map(guard, (x, router_weights, expert_ids, *weights))
-    x, router_weights, expert_ids, *varied = vary_all(tuple(operands), call.axes)
+def _vary(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    """The operands typed as differing along the call's axes, and refused under `jax.vmap`."""
+    return vary_all(tuple(map(guard, operands)), call.axes)
+
+
+def _route(call: Call, expert_ids: jax.Array) -> layer.Routed:
     place = vary(call.position.place(), call.axes)
     plan = checkpoint_name(make_plan(call, expert_ids, place), _PLAN_NAME)
-    return layer.Routed(plan, place), x, router_weights, Weights(*varied)
+    return layer.Routed(plan, place)
 
 
 def _moe_forward(
@@ -226,7 +239,9 @@ def _moe_forward(
     weights: Weights,
     expert_ids: jax.Array,
 ) -> tuple[jax.Array, _Residuals]:
-    routed, x, router_weights, weights = _route(call, x, router_weights, weights, expert_ids)
+    x, expert_ids, router_weights, *varied = _vary(call, x, expert_ids, router_weights, *weights)
+    x = refuse_when_lowered(x, _NO_GPU_GRADIENT, except_on="cpu")
+    routed, weights = _route(call, expert_ids), Weights(*varied)
     y, pre_activations = layer.forward(
         call, routed, x, router_weights, weights, keep_pre_activations=True
     )

@@ -21,11 +21,13 @@ class Position:
       axis_name: the mesh axis over which experts are partitioned.
       ranks: its size.
       other_axes: the other mesh axes; each of their positions is a group of ranks of its own.
+      groups: the groups of ranks one after the other, as positions in `mesh.devices.flat`.
     """
 
     axis_name: str
     ranks: int
     other_axes: tuple[str, ...]
+    groups: tuple[int, ...]
 
     def place(self) -> jax.Array:
         """int32 [2]: which group of ranks this device belongs to, and its rank there."""
@@ -65,7 +67,9 @@ def find_position(axis_name: str, caller: str) -> Position:
             "axis_names, or name all mesh axes there"
         )
     others = tuple(name for name in manual if name != axis_name and shape[name] > 1)
-    return Position(axis_name, shape[axis_name], others)
+    positions = np.arange(mesh.size).reshape(tuple(shape.values()))
+    groups = np.moveaxis(positions, mesh.axis_names.index(axis_name), -1)
+    return Position(axis_name, shape[axis_name], others, tuple(groups.ravel().tolist()))
 
 
 def check_partitioned(axis_name: str, **weights: jax.Array) -> None:

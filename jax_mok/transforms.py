@@ -28,19 +28,44 @@ def _refuse_derivative(*_: Any) -> NoReturn:
     )
 
 
-def _refuse_platform(*_: Any) -> NoReturn:
-    raise MoEError(
-        "this version of jax_mok has kernels for CPU devices only: build the mesh from "
-        "jax.devices('cpu'), or set JAX_PLATFORMS=cpu"
-    )
-
-
-mlir.register_lowering(_guard_p, _refuse_platform)
-mlir.register_lowering(_guard_p, lambda _, value: [value], platform="cpu")
 batching.primitive_batchers[_guard_p] = _refuse_vmap
 ad.primitive_jvps[_guard_p] = _refuse_derivative
+mlir.register_lowering(_guard_p, lambda _, value: [value])
 
 
 def guard(value: jax.Array) -> jax.Array:
-    """Returns value; raises MoEError under `jax.vmap`, a second derivative, or off the CPU."""
+    """Returns value; raises MoEError under `jax.vmap` or a second derivative."""
     return _guard_p.bind(value)
+
+
+_refusal_p = Primitive("jax_mok_refusal")
+_refusal_p.def_abstract_eval(lambda value, *, reason, except_on: value)
+
+
+def _refuse_eagerly(value: jax.Array, *, reason: str, except_on: str | None) -> jax.Array:
+    if {device.platform for device in value.devices()} != {except_on}:
+        raise MoEError(reason)
+    return value
+
+
+def _refuse_lowering(*_: Any, reason: str, except_on: str | None) -> NoReturn:
+    raise MoEError(reason)
+
+
+def _lower_on_cpu(_: Any, value: Any, *, reason: str, except_on: str | None) -> list[Any]:
+    if except_on != "cpu":
+        raise MoEError(reason)
+    return [value]
+
+
+_refusal_p.def_impl(_refuse_eagerly)
+mlir.register_lowering(_refusal_p, _refuse_lowering)
+mlir.register_lowering(_refusal_p, _lower_on_cpu, platform="cpu")
+
+
+def refuse_when_lowered(value: jax.Array, reason: str, except_on: str | None = None) -> jax.Array:
+    """Value's shape and type; raises MoEError with the reason when a program with it is lowered.
+
+    The platform is known only then. On the platform `except_on` ("cpu") it returns value.
+    """
+    return _refusal_p.bind(value, reason=reason, except_on=except_on)

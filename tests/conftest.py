@@ -9,12 +9,28 @@ import pytest
 HOST_DEVICES = 72
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
-# XLA reads both when its first client starts, so they are set before any test imports jax.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA reads it when its first client starts, so it is set before any test imports jax.
 if _DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT_FLAG}={HOST_DEVICES}".strip()
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """GPU tests see GPUs and leave memory to the processes they start; others see none."""
+    on_gpus = config.getoption("markexpr") == "gpu"
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if on_gpus else "cpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left() -> Iterator[None]:
+    """A recorded fault would be raised by another test's call."""
+    yield
+    import jax_mok
+
+    jax_mok.check()
+
 
 _M_PERTURB = -6  # glibc's number for mallopt(M_PERTURB, ...)
 # glibc fills new memory with the low byte of (value ^ 0xff): 0x100 gives 0xff in every byte, which

@@ -34,28 +34,12 @@ def check_steps(
         inputs = draw_inputs(
             rng, ids, hidden=hidden, inner=inner, experts=experts, dtype=jnp.dtype(dtype)
         )
-        if clamp is not None:
-            inputs = mask_choices_near_the_clamp(inputs, clamp)
         outputs = run_layer(inputs, ids.shape[0], config)
         expect_recorded_faults(ids, experts)
         for name, array in outputs._asdict().items():
             wanted = "float32" if name == "d_expert_weights" else dtype
             assert array.dtype == jnp.dtype(wanted), f"{name} is {array.dtype}"
         oracle.assert_close(outputs, oracle.layer(inputs, clamp), TOLERANCE[dtype], f"step {step}")
-
-
-def mask_choices_near_the_clamp(inputs: Inputs, clamp: float) -> Inputs:
-    """Masks the choices with a pre-activation that bf16 cannot tell from the clamp.
-
-    There the gradient jumps, and a rounded pre-activation may lie on the other side.
-    """
-    x, ids = inputs.x.astype(np.float64), inputs.expert_ids.copy()
-    for t, k in np.ndindex(ids.shape):
-        gate = x[t] @ inputs.w_gate[ids[t, k]].astype(np.float64)
-        up = np.abs(x[t] @ inputs.w_up[ids[t, k]].astype(np.float64))
-        if np.any(np.abs(np.stack([gate, up]) / clamp - 1) < 2**-7):
-            ids[t, k] = -1
-    return inputs._replace(expert_ids=ids)
 
 
 def draw_routes(
@@ -139,7 +123,7 @@ def test_layer_is_right_for_any_width(hidden: int, inner: int, dtype: str) -> No
 
 
 @both_dtypes
-@pytest.mark.parametrize("clamp", [0.3, 1.7])
+@pytest.mark.parametrize("clamp", [0.3, 0.501, 1.7])
 def test_layer_is_right_with_a_clamp(clamp: float, dtype: str) -> None:
     routes = draw_routes("uniform", 2, tokens=40, choices=2, experts=4)
     check_steps(routes, hidden=24, inner=16, experts=4, dtype=dtype, clamp=clamp)

@@ -383,11 +383,18 @@ def test_second_derivatives_are_refused(inputs):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(inputs.x)
 
 
-def test_other_platforms_are_refused_when_lowered(inputs):
+def test_platforms_without_kernels_are_refused_when_lowered(inputs):
     layer = layer_on(harness.mesh_of(RANKS), inputs)
-    traced = jax.jit(layer).trace(*primals(inputs))
-    with pytest.raises(jax_mok.MoEError, match="kernels for CPU devices only"):
-        traced.lower(lowering_platforms=("cuda",))
+
+    def lower(function, platform):
+        return jax.jit(function).trace(*primals(inputs)).lower(lowering_platforms=(platform,))
+
+    with pytest.raises(jax_mok.MoEError, match=r"without GPU kernels|kernels take bfloat16"):
+        lower(layer, "cuda")
+    with pytest.raises(jax_mok.MoEError, match="CPU devices and on NVIDIA GPUs only"):
+        lower(layer, "tpu")
+    with pytest.raises(jax_mok.MoEError, match=r"gradients .* run on CPU devices only"):
+        lower(jax.grad(lambda *ops: jnp.sum(layer(*ops))), "cuda")
 
 
 def test_program_has_one_plan_no_gathered_operand_and_no_pointer(inputs):

@@ -5,7 +5,7 @@
 // What went wrong during a call, kept until the caller asks.
 namespace mok {
 
-enum class FaultKind : int32_t { kTimeout, kExpertOutOfRange };
+enum class FaultKind : int32_t { kTimeout, kExpertOutOfRange, kKernelTimeout };
 
 enum class Operation : int32_t {
   kPlan,
@@ -13,16 +13,17 @@ enum class Operation : int32_t {
   kCombine,
   kReverseCombine,
   kReverseDispatch,
+  kMeeting,  // of a whole GPU call
 };
 
 struct Fault {
   FaultKind kind;
   Operation operation;
   int32_t group;     // position along the other mesh axes
-  int32_t rank;      // who reports
+  int32_t rank;      // who reports; a device ordinal from GPU calls
   int32_t peer;      // who is missing; -1 where nobody is
-  int64_t expected;  // arrivals waited for, or number of experts
-  int64_t seen;      // arrivals seen, or number of choices out of range
+  int64_t expected;  // arrivals or epoch waited for, or number of experts
+  int64_t seen;      // arrivals or epoch seen, or number of choices or calls
 };
 
 }  // namespace mok

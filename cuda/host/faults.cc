@@ -33,6 +33,8 @@ const char* name(Operation operation) {
       return "reverse combine";
     case Operation::kReverseDispatch:
       return "reverse dispatch";
+    case Operation::kMeeting:
+      return "meeting";
   }
   return "unknown operation";
 }

@@ -10,6 +10,7 @@
 #include "host/faults.h"
 #include "host/plan_builder.h"
 #include "xla/cpu_handlers.h"
+#include "xla/fault_dict.h"
 
 namespace nb = nanobind;
 
@@ -44,15 +45,7 @@ nb::tuple faults() {
   const FaultReport report = take_faults();
   nb::list list;
   for (const Fault& fault : report.faults) {
-    nb::dict record;
-    record["kind"] = fault.kind == FaultKind::kTimeout ? "timeout" : "expert_out_of_range";
-    record["operation"] = name(fault.operation);
-    record["group"] = fault.group;
-    record["rank"] = fault.rank;
-    record["peer"] = fault.peer;
-    record["expected"] = fault.expected;
-    record["seen"] = fault.seen;
-    list.append(record);
+    list.append(fault_dict(fault));
   }
   return nb::make_tuple(list, report.dropped);
 }

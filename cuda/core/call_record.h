@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+
+// What the GPU calls of one device have met with, in memory that the host can read at any time.
+// The device only adds to the counters; the host remembers what it has told already.
+namespace mok {
+
+struct CallRecord {
+  uint32_t link_timeouts;
+  int32_t rank;              // of the last link time-out: who waited,
+  int32_t peer;              // for whom,
+  uint32_t expected;         // for which epoch of the barrier,
+  uint32_t seen;             // and which one it saw
+  uint32_t kernel_timeouts;  // waits within a kernel that expired
+  uint32_t out_of_range;     // choices of experts that do not exist
+  int32_t experts;           // of the last call with such choices
+};
+
+}  // namespace mok

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/call_record.h"
+
+namespace mok::sm90 {
+
+struct FinishParams {
+  const int32_t* link_failed;  // words that are not zero if a wait has expired
+  const int32_t* kernel_failed;
+  const int32_t* counts;  // of the plan
+  int32_t experts;
+  uint16_t* out;  // [elements] bf16
+  int64_t elements;
+  CallRecord* record;
+};
+
+// The last kernel of a call: a call in which a wait has expired has no results, so its output
+// becomes NaN; what happened is added to the record.
+cudaError_t finish(const FinishParams& params, cudaStream_t stream);
+
+// Loads the kernels onto the current device.
+cudaError_t load_finish();
+
+}  // namespace mok::sm90

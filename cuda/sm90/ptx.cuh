@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+
+// Instructions for which CuTe has no wrapper, or not the variant needed.
+namespace mok::sm90 {
+
+// Copies 16 bytes to shared memory past the L1 cache, or zeros if not `present`.
+__device__ inline void copy_async_16(void* shared, const void* global, bool present) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :
+               : "r"(cute::cast_smem_ptr_to_uint(shared)), "l"(global), "r"(present ? 16 : 0)
+               : "memory");
+}
+
+// `count` arrivals at once, at a barrier of this block.
+__device__ inline void arrive_many(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(cute::cast_smem_ptr_to_uint(barrier)), "r"(count)
+               : "memory");
+}
+
+// Orders the generic proxy's accesses (ordinary ones) and the async proxy's (TMA, wgmma).
+__device__ inline void fence_proxies_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void fence_proxies_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Until all of this thread's bulk stores have been written, not only read from shared memory.
+__device__ inline void wait_for_bulk_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+__device__ inline void add_release(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
+}
+
+// Two neighbouring values of an accumulator, rounded to nearest even.
+__device__ inline uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace mok::sm90

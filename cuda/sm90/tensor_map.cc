@@ -1,0 +1,42 @@
+#include "sm90/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include "sm90/tile.h"
+
+#ifndef MOK_PROMOTION
+#define MOK_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+#endif
+namespace mok::sm90 {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// Through the runtime, so that the library does not link against the driver.
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &result);
+  const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+  return found ? reinterpret_cast<Encode>(function) : nullptr;
+}
+
+}  // namespace
+
+bool encode_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t columns,
+                   int box_rows) {
+  static const Encode encode = find_encode();
+  if (encode == nullptr) {
+    return false;
+  }
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * kBytesPerElement};
+  const cuuint32_t box[2] = {kPanelColumns, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t element_strides[2] = {1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides,
+                box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                MOK_PROMOTION, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace mok::sm90

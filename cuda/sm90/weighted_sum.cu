@@ -1,0 +1,77 @@
+#include "core/plan.h"
+#include "link/load_kernels.h"
+#include "sm90/weighted_sum.h"
+
+namespace mok::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 8;  // bf16 in 16 bytes
+constexpr int kAtOnce = 8;  // rows a thread has under way
+
+__device__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ uint32_t pack(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// A thread sums 16 bytes of columns.
+__global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSumParams params) {
+  const int vectors = params.width / kVector;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t token = index / vectors;
+  if (token >= params.tokens) {
+    return;
+  }
+  const int64_t vector = index - token * vectors;
+  const int64_t first = token * params.top_k;
+  const auto* const rows = reinterpret_cast<const uint4*>(params.slots);
+
+  float sum[kVector] = {};
+  for (int begin = 0; begin < params.top_k; begin += kAtOnce) {
+    uint4 row[kAtOnce];
+    float weight[kAtOnce];
+    bool present[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t choice = first + begin + k;
+      present[k] = begin + k < params.top_k && params.slot_rank[choice] != kMaskedChoice;
+      if (present[k]) {
+        row[k] = __ldcs(rows + choice * vectors + vector);
+        weight[k] = params.weights[choice];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (present[k]) {
+        const uint32_t words[4] = {row[k].x, row[k].y, row[k].z, row[k].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight[k], low_half(words[i])));
+          sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight[k], high_half(words[i])));
+        }
+      }
+    }
+  }
+  reinterpret_cast<uint4*>(params.out)[index] = {pack(sum[0], sum[1]), pack(sum[2], sum[3]),
+                                                 pack(sum[4], sum[5]), pack(sum[6], sum[7])};
+}
+
+}  // namespace
+
+cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream) {
+  const int64_t threads = params.tokens * (params.width / kVector);
+  if (threads == 0) {
+    return cudaSuccess;
+  }
+  const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+  weighted_sum_kernel<<<blocks, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t load_weighted_sum() { return load_kernels(weighted_sum_kernel); }
+
+}  // namespace mok::sm90

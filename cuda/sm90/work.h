@@ -1,0 +1,204 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "sm90/tile.h"
+
+// The order in which clusters of blocks work through a rank's tiles.
+//
+// A unit is what a cluster takes of an expert's rows at a time. Full units have two tiles a block,
+// neighbouring blocks taking neighbouring rows and sharing the weights. What is left at an expert's
+// end is a pair of tiles, a single tile, or both; there all blocks take the same rows and each
+// another column block. A single tile is done in half the time, so each block takes two column
+// blocks one after the other: items of equal length keep the clusters in step, and clusters in step
+// find each other's rows and weights in the L2 cache.
+//
+// Units are grouped so that a group's rows and some column blocks of weights stay in that cache,
+// groups make steps, and the down-projection of a step follows the gate/up-projection of the step
+// `lag` later: whoever waits for another block waits for an earlier item of this list.
+namespace mok::sm90 {
+
+enum class Product : int32_t { kGateUp, kDown };
+
+struct alignas(16) WorkItem {
+  int32_t first_tile;
+  int32_t column_block;
+  int32_t expert;
+  int32_t flags;
+
+  static constexpr int32_t kDownFlag = 1;
+  static constexpr int32_t kTwoTilesFlag = 2;   // per block
+  static constexpr int32_t kAlongRowsFlag = 4;  // blocks of the cluster take different rows
+};
+
+struct WorkShape {
+  int32_t cluster;  // blocks
+  int32_t group_units;
+  int32_t step_groups;
+  int32_t lag;  // steps
+  int32_t ring_tiles;
+  int32_t gate_up_columns;  // column blocks
+  int32_t down_columns;
+
+  MOK_HOST_DEVICE int32_t unit_tiles() const { return cluster * kBlockTiles; }
+  MOK_HOST_DEVICE int32_t step_units() const { return group_units * step_groups; }
+  MOK_HOST_DEVICE int32_t columns(Product product) const {
+    return product == Product::kGateUp ? gate_up_columns : down_columns;
+  }
+};
+
+enum class UnitKind : int32_t { kFull, kPair, kSingle };
+
+// How many units there are of each kind.
+struct Units {
+  int32_t full;
+  int32_t pair;
+  int32_t single;
+
+  MOK_HOST_DEVICE int32_t count() const { return full + pair + single; }
+  MOK_HOST_DEVICE int32_t of(UnitKind kind) const {
+    return kind == UnitKind::kFull ? full : kind == UnitKind::kPair ? pair : single;
+  }
+  MOK_HOST_DEVICE Units operator+(Units other) const {
+    return {full + other.full, pair + other.pair, single + other.single};
+  }
+  MOK_HOST_DEVICE Units operator-(Units other) const {
+    return {full - other.full, pair - other.pair, single - other.single};
+  }
+  // Items of a product over these units.
+  MOK_HOST_DEVICE int32_t items(int32_t columns, int32_t cluster) const {
+    return full * columns + pair * ceil_div(columns, cluster) +
+           single * ceil_div(columns, 2 * cluster);
+  }
+};
+
+// Column blocks that an item of a unit covers.
+MOK_HOST_DEVICE inline int32_t columns_of_item(UnitKind kind, int32_t cluster) {
+  return kind == UnitKind::kFull ? 1 : kind == UnitKind::kPair ? cluster : 2 * cluster;
+}
+
+MOK_HOST_DEVICE inline Units units_of(const WorkShape& shape, int32_t tiles) {
+  const int32_t full = tiles / shape.unit_tiles();
+  const int32_t rest = tiles - full * shape.unit_tiles();
+  return {full, rest / kBlockTiles, rest % kBlockTiles};
+}
+
+// An expert's units in order: kind of the `index`-th one.
+MOK_HOST_DEVICE inline UnitKind kind_of(Units expert, int32_t index) {
+  return index < expert.full                 ? UnitKind::kFull
+         : index < expert.full + expert.pair ? UnitKind::kPair
+                                             : UnitKind::kSingle;
+}
+
+// The first `index` of an expert's units.
+MOK_HOST_DEVICE inline Units first_units(Units expert, int32_t index) {
+  const int32_t full = index < expert.full ? index : expert.full;
+  const int32_t pair = index - full < expert.pair ? index - full : expert.pair;
+  return {full, pair, index - full - pair};
+}
+
+// The `index`-th unit of an expert whose tiles begin at `first_tile`, without its column.
+MOK_HOST_DEVICE inline WorkItem unit_of(const WorkShape& shape, int32_t expert, int32_t first_tile,
+                                        Units units, int32_t index) {
+  const Units before = first_units(units, index);
+  const int32_t tile = before.full * shape.unit_tiles() + before.pair * kBlockTiles + before.single;
+  const UnitKind kind = kind_of(units, index);
+  const int32_t flags = (kind == UnitKind::kSingle ? 0 : WorkItem::kTwoTilesFlag) |
+                        (kind == UnitKind::kFull ? WorkItem::kAlongRowsFlag : 0);
+  return {first_tile + tile, 0, expert, flags};
+}
+
+// Position of an item within its group, columns outermost; `rank` counts the unit among the
+// group's units of its kind. Columns come in spans of what a single tile's item covers.
+MOK_HOST_DEVICE inline int32_t item_in_group(Units group, int32_t cluster, UnitKind kind,
+                                             int32_t rank, int32_t column) {
+  const int32_t span_columns = 2 * cluster;
+  const int32_t span_items = group.full * span_columns + group.pair * 2 + group.single;
+  const int32_t within = column % span_columns;
+  const bool second_half = within >= cluster;
+  int32_t before = column / span_columns * span_items;
+  if (kind == UnitKind::kFull) {
+    before += within * group.full;
+    before += within > 0 ? group.single + group.pair : 0;
+    before += within > cluster ? group.pair : 0;
+  } else if (kind == UnitKind::kPair) {
+    before += (within + 1) * group.full + group.single + (second_half ? group.pair : 0);
+  } else {
+    before += group.full;
+  }
+  return before + rank;
+}
+
+// Items before the first one of a step; `before(unit)` are the units before that one.
+template <typename UnitsBefore>
+MOK_HOST_DEVICE int32_t items_before(const WorkShape& shape, Product product, int32_t step,
+                                     int32_t units, const UnitsBefore& before) {
+  const int32_t steps = ceil_div(units, shape.step_units());
+  const auto items = [&](Product of, int32_t end_step) {
+    const int32_t unit = end_step * shape.step_units();
+    return before(unit < units ? unit : units).items(shape.columns(of), shape.cluster);
+  };
+  if (product == Product::kGateUp) {
+    const int32_t down_steps = step > shape.lag ? step - shape.lag : 0;
+    return items(Product::kGateUp, step) + items(Product::kDown, down_steps);
+  }
+  const int32_t gate_up_steps = step + shape.lag + 1;
+  return items(Product::kGateUp, gate_up_steps < steps ? gate_up_steps : steps) +
+         items(Product::kDown, step);
+}
+
+// Column blocks that each block takes of an item, one after the other; the same number for all
+// blocks of the cluster.
+MOK_HOST_DEVICE inline int32_t parts_of(const WorkItem& item, int32_t gate_up_columns,
+                                        int32_t down_columns, int32_t cluster) {
+  const int32_t columns = item.flags & WorkItem::kDownFlag ? down_columns : gate_up_columns;
+  const bool two_tiles = item.flags & WorkItem::kTwoTilesFlag;
+  return !two_tiles && item.column_block + cluster < columns ? 2 : 1;
+}
+
+// What one block of a cluster does in a part of an item.
+struct BlockWork {
+  Product product;
+  int32_t tile;
+  int32_t tiles;  // 1 or 2
+  int32_t column_block;
+  int32_t expert;
+  bool shares_weights;  // all blocks of the cluster need the same column block
+};
+
+MOK_HOST_DEVICE inline BlockWork block_work(const WorkItem& item, int32_t cluster,
+                                            int32_t block_in_cluster, int32_t part) {
+  const bool along_rows = item.flags & WorkItem::kAlongRowsFlag;
+  return {
+      .product = item.flags & WorkItem::kDownFlag ? Product::kDown : Product::kGateUp,
+      .tile = item.first_tile + (along_rows ? block_in_cluster * kBlockTiles : 0),
+      .tiles = item.flags & WorkItem::kTwoTilesFlag ? 2 : 1,
+      .column_block = item.column_block + part * cluster + (along_rows ? 0 : block_in_cluster),
+      .expert = item.expert,
+      .shares_weights = along_rows,
+  };
+}
+
+// Steps as large as pay, or as a ring of `ring_tiles` allows: it holds the hidden rows of a step
+// and of the `lag` steps before it.
+inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
+                            int32_t group_units, int32_t step_groups) {
+  WorkShape shape{.cluster = cluster,
+                  .group_units = 1,
+                  .step_groups = 1,
+                  .lag = 0,
+                  .ring_tiles = ring_tiles,
+                  .gate_up_columns = gate_up_column_blocks(inner),
+                  .down_columns = down_column_blocks(hidden)};
+  const int32_t units = ring_tiles / (2 * shape.unit_tiles());
+  if (units >= 1) {
+    shape.lag = 1;
+    shape.group_units = units < group_units ? units : group_units;
+    const int32_t groups = units / shape.group_units;
+    shape.step_groups = groups < step_groups ? groups : step_groups;
+  }
+  return shape;
+}
+
+}  // namespace mok::sm90

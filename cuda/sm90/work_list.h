@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/plan.h"
+#include "sm90/work.h"
+
+// The forward kernel's work list, from a rank's plan.
+namespace mok::sm90 {
+
+struct WorkList {
+  WorkItem* items;  // [max_items]
+  int32_t* item_count;
+  int32_t* tile_count;  // tiles of kTileRows rows
+  uint32_t* counters;   // [counters], set to zero
+  int64_t counter_count;
+};
+
+int64_t max_items(const PlanShape& plan, const WorkShape& shape);
+
+// Tiles of kTileRows rows that a rank may have to take; a plan's tile may be several of them.
+int64_t max_work_tiles(const PlanShape& plan);
+
+cudaError_t list_work(const PlanShape& plan, const WorkShape& shape, const int32_t* expert_tile,
+                      const WorkList& list, cudaStream_t stream);
+
+// Loads the kernels onto the current device.
+cudaError_t load_work_list();
+
+}  // namespace mok::sm90

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "core/fault.h"
+#include "host/faults.h"
+
+namespace mok {
+
+// A fault as Python's `_native.Fault`.
+inline nanobind::dict fault_dict(const Fault& fault) {
+  nanobind::dict record;
+  record["kind"] = fault.kind == FaultKind::kTimeout            ? "timeout"
+                   : fault.kind == FaultKind::kExpertOutOfRange ? "expert_out_of_range"
+                                                                : "kernel_timeout";
+  record["operation"] = name(fault.operation);
+  record["group"] = fault.group;
+  record["rank"] = fault.rank;
+  record["peer"] = fault.peer;
+  record["expected"] = fault.expected;
+  record["seen"] = fault.seen;
+  return record;
+}
+
+}  // namespace mok

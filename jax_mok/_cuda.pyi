@@ -1,0 +1,19 @@
+from jax_mok._native import Fault
+
+def registrations() -> dict[str, dict[str, object]]: ...
+def take_faults() -> list[Fault]: ...
+def plan_fits(
+    *, ranks: int, tokens: int, top_k: int, experts: int, tile_rows: int, chunk_rows: int
+) -> bool: ...
+def workspace_bytes(
+    *,
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    tile_rows: int,
+    chunk_rows: int,
+    ring_rows: int,
+    hidden: int,
+    inner: int,
+) -> int: ...
