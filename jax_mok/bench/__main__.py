@@ -7,7 +7,7 @@ import sys
 
 from absl import app
 
-_NAMES = ("cpu",)
+_NAMES = ("cpu", "layer")
 
 
 def main() -> None:
