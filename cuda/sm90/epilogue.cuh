@@ -24,9 +24,6 @@ __device__ inline float swiglu(float gate, float up, float clamp) {
   // Written so that a NaN stays one.
   gate = gate > clamp ? clamp : gate;
   up = up > clamp ? clamp : (up < -clamp ? -clamp : up);
-#ifdef MOK_ABLATE_SILU
-  return __fmul_rn(gate, up);
-#endif
   return __fmul_rn(silu(gate), up);
 }
 

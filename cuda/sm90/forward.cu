@@ -30,32 +30,25 @@ class Multiplier {
 
   __device__ void run(int first_item, int stride) {
     const int count = *params_.item_count;
-    if (first_item >= count) {
-      return;
-    }
-#ifdef MOK_STAGGER
-    if (half_ == 1) {
-      const long long begin = clock64();
-      while (clock64() - begin < MOK_STAGGER) {
-      }
-    }
-#endif
-    WorkItem next = params_.items[first_item];
+    int item_index = 0;
     for (int i = first_item; i < count; i += stride) {
-      const WorkItem item = next;
-      const int next_item = i + stride < count ? i + stride : i;
+      await_stage();
+      // Whoever has not waited to the end may not read what is in shared memory.
+      const WorkItem item = watch_.late ? params_.items[i] : shared_.items[item_index];
+      item_index = (item_index + 1) % kItems;
       const int parts = parts_of(item, params_.gate_up_columns, params_.down_columns, kCluster);
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
+        if (part > 0) {
+          await_stage();
+        }
         const BlockWork work = block_work(item, kCluster, block_, part);
         float accumulators[kAccumulators];
-        int32_t slots[kStores];
-        multiply_tiles(work, accumulators, slots);
-        next = params_.items[next_item];
+        multiply_tiles(work, accumulators);
         if (work.product == Product::kGateUp) {
           store_gate_up(work, accumulators);
         } else {
-          push_down(work, accumulators, slots);
+          push_down(work, accumulators);
         }
       }
     }
@@ -66,37 +59,32 @@ class Multiplier {
   }
 
  private:
-  // A block's two tiles go to a warpgroup each; of a single tile, each takes half the columns.
-  __device__ void multiply_tiles(const BlockWork& work, float (&accumulators)[kAccumulators],
-                                 int32_t (&slots)[kStores]) {
-    const bool is_down = work.product == Product::kDown;
-    const int depth = is_down ? params_.inner : params_.hidden;
-    const auto announce = [&] { announce_hidden(); };
-    const auto meanwhile = [&] {
-      look_up_slots(work, slots);  // for gate/up in vain, but ptxas serialises wgmma over an if
+  // Waits for the first stage of an item. Whatever it takes to fill it may depend on the hidden
+  // rows that have not been announced.
+  __device__ void await_stage() {
+    const TransactionBarrier& full = shared_.full[cursor_.index];
+    if (!__all_sync(~0u, full.test_wait(cursor_.parity))) {
       announce_hidden();
-    };
+      wait(full, cursor_.parity, watch_);
+    }
+  }
+
+  // A block's two tiles go to a warpgroup each; of a single tile, each takes half the columns.
+  __device__ void multiply_tiles(const BlockWork& work, float (&accumulators)[kAccumulators]) {
+    const int depth = work.product == Product::kDown ? params_.inner : params_.hidden;
+    const int steps = depth / kBlockDepth;
+    const auto announce = [&] { announce_hidden(); };
     if (work.tiles == kBlockTiles) {
-      multiply<kBlockColumns, kCluster>(shared_, cursor_, watch_, depth / kBlockDepth, half_, 0,
-                                        accumulators, announce, meanwhile);
+      multiply<kBlockColumns, kCluster>(shared_, cursor_, watch_, steps, half_, 0, accumulators,
+                                        announce);
     } else {
-      multiply<kBlockColumns / 2, kCluster>(shared_, cursor_, watch_, depth / kBlockDepth, 0, half_,
-                                            accumulators, announce, meanwhile);
+      multiply<kBlockColumns / 2, kCluster>(shared_, cursor_, watch_, steps, 0, half_, accumulators,
+                                            announce);
     }
   }
 
   __device__ int tile_of(const BlockWork& work) const {
     return work.tile + (work.tiles == kBlockTiles ? half_ : 0);
-  }
-
-  // Where the outputs of the rows go that this thread will store.
-  __device__ void look_up_slots(const BlockWork& work, int32_t (&slots)[kStores]) const {
-    const int32_t* const sources =
-        params_.row_source + tile_of(work) * kTileRows + warp_ * kWarpRows + lane_ / 8;
-#pragma unroll
-    for (int i = 0; i < kStores; ++i) {
-      slots[i] = sources[i * kRowsPerStore];
-    }
   }
 
   __device__ void store_gate_up(const BlockWork& work, const float (&accumulators)[kAccumulators]) {
@@ -108,7 +96,7 @@ class Multiplier {
     const int ring_row = tile % params_.ring_tiles * kTileRows + warp_ * kWarpRows;
     const int column =
         work.column_block * (kBlockColumns / 2) + (two_tiles ? 0 : half_ * kPanelColumns);
-    __syncwarp();  // the staging buffers are free once lane 0 has announced the last rows
+    announce_hidden();  // if there was no occasion; the staging buffers are free then
 #pragma unroll
     for (int panel = 0; panel < kPanels / 2; ++panel) {
       if (panel == 0 || two_tiles) {
@@ -125,21 +113,17 @@ class Multiplier {
     unannounced_warps_ = two_tiles ? 2 : 1;
   }
 
-  __device__ void push_down(const BlockWork& work, const float (&accumulators)[kAccumulators],
-                            const int32_t (&slots)[kStores]) {
+  __device__ void push_down(const BlockWork& work, const float (&accumulators)[kAccumulators]) {
+    const bool two_tiles = work.tiles == kBlockTiles;
+    Element* rows[kStores];
+    read_homes(two_tiles ? half_ * kTileRows : 0, rows);
     if (work.column_block >= params_.down_columns) {
       return;
     }
-    const bool two_tiles = work.tiles == kBlockTiles;
     release_ring(work);
-    Element* rows[kStores];
-#pragma unroll
-    for (int i = 0; i < kStores; ++i) {
-      rows[i] = home_row(slots[i]);
-    }
     const int column =
         work.column_block * kBlockColumns + (two_tiles ? 0 : half_ * (kBlockColumns / 2));
-    __syncwarp();
+    announce_hidden();
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       const int panel_column = column + panel * kPanelColumns;
@@ -150,6 +134,21 @@ class Multiplier {
       }
     }
     __syncwarp();
+  }
+
+  // Where the rows go that this thread will store.
+  __device__ void read_homes(int first_row, Element* (&rows)[kStores]) {
+    Element* const* const homes =
+        shared_.homes[home_cursor_.index] + first_row + warp_ * kWarpRows + lane_ / 8;
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      rows[i] = watch_.late ? nullptr : homes[i * kRowsPerStore];
+    }
+    __syncwarp();
+    if (lane_ == 0) {
+      shared_.homes_read[home_cursor_.index].arrive();
+    }
+    home_cursor_.advance();
   }
 
   // Tells the readers of the last hidden rows that these have arrived. Put off until there is
@@ -175,15 +174,6 @@ class Multiplier {
     }
   }
 
-  __device__ Element* home_row(int32_t slot) const {
-    if (slot < 0) {
-      return nullptr;
-    }
-    const int rank = slot / params_.choices;
-    const int64_t choice = slot - rank * params_.choices;
-    return reinterpret_cast<Element*>(params_.slots[rank]) + choice * params_.hidden;
-  }
-
   __device__ Element* staging(int buffer) const {
     return shared_.staging[half_ * (kWarpgroup / kWarp) + warp_][buffer];
   }
@@ -194,7 +184,8 @@ class Multiplier {
   const int half_;
   const int warp_;
   const int lane_;
-  Cursor cursor_;
+  StageCursor cursor_;
+  HomeCursor home_cursor_;
   Watch watch_;
   uint32_t* unannounced_ = nullptr;
   uint32_t unannounced_warps_ = 0;
@@ -210,6 +201,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       shared.full[stage].init(kFillArrivals);
       shared.empty[stage].init(kConsumerWarps * kCluster);
+    }
+    for (int home = 0; home < kHomes; ++home) {
+      shared.homes_read[home].init(kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -240,13 +234,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int kCluster>
 cudaLaunchConfig_t launch_config(cudaLaunchAttribute* attribute, int clusters,
                                  cudaStream_t stream) {
   attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim = {kCluster, 1, 1};
+  attribute->val.clusterDim = {kForwardCluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * kCluster);
+  config.gridDim = dim3(clusters * kForwardCluster);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(SharedStorage);
   config.stream = stream;
@@ -255,34 +248,24 @@ cudaLaunchConfig_t launch_config(cudaLaunchAttribute* attribute, int clusters,
   return config;
 }
 
-template <int kCluster>
-cudaError_t prepare(int* clusters) {
-  cudaError_t error = cudaFuncSetAttribute(
-      forward_kernel<kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
+}  // namespace
+
+cudaError_t prepare_forward(int* clusters) {
+  const auto kernel = forward_kernel<kForwardCluster>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
   if (error != cudaSuccess) {
     return error;
   }
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = launch_config<kCluster>(&attribute, 1, nullptr);
-  return cudaOccupancyMaxActiveClusters(clusters, forward_kernel<kCluster>, &config);
+  const cudaLaunchConfig_t config = launch_config(&attribute, 1, nullptr);
+  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
 }
 
-template <int kCluster>
-cudaError_t launch(const ForwardParams& params, int clusters, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardParams& params, int clusters, cudaStream_t stream) {
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = launch_config<kCluster>(&attribute, clusters, stream);
-  return cudaLaunchKernelEx(&config, forward_kernel<kCluster>, params);
-}
-
-}  // namespace
-
-cudaError_t prepare_forward(int cluster, int* clusters) {
-  return cluster == 1 ? prepare<1>(clusters) : prepare<2>(clusters);
-}
-
-cudaError_t launch_forward(const ForwardParams& params, int cluster, int clusters,
-                           cudaStream_t stream) {
-  return cluster == 1 ? launch<1>(params, clusters, stream) : launch<2>(params, clusters, stream);
+  const cudaLaunchConfig_t config = launch_config(&attribute, clusters, stream);
+  return cudaLaunchKernelEx(&config, forward_kernel<kForwardCluster>, params);
 }
 
 }  // namespace mok::sm90

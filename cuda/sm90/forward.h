@@ -42,9 +42,8 @@ struct ForwardParams {
 };
 
 // Loads the kernel and finds how many clusters fit the device at once. Not for a captured stream.
-cudaError_t prepare_forward(int cluster, int* clusters);
+cudaError_t prepare_forward(int* clusters);
 
-cudaError_t launch_forward(const ForwardParams& params, int cluster, int clusters,
-                           cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, int clusters, cudaStream_t stream);
 
 }  // namespace mok::sm90

@@ -38,12 +38,6 @@ class Loader {
         watch_{global_nanoseconds() + params.timeout_ns} {}
 
   __device__ void run(int first_item, int stride) {
-#ifdef MOK_CLOCKS
-    if (blockIdx.x == 0 && thread_ == 0) {
-      params_.fault[1] = static_cast<int>(clock64());
-      params_.fault[2] = static_cast<int>(global_nanoseconds());
-    }
-#endif
     const int count = *params_.item_count;
     if (first_item >= count) {
       return;
@@ -55,30 +49,27 @@ class Loader {
     for (int i = first_item; i < count && !__any_sync(~0u, watch_.late); i += stride) {
       const WorkItem item = next;
       const bool is_down = item.flags & WorkItem::kDownFlag;
-      if (!is_down) {
+      Element* home = nullptr;
+      if (is_down) {
+        home = find_home();
+      } else {
         find_rows();
       }
       if (i + stride < count) {
         next = params_.items[i + stride];
         look_up_rows(next);
       }
-      const int part_count =
-          parts_of(item, params_.gate_up_columns, params_.down_columns, kCluster);
-      for (int part = 0; part < part_count; ++part) {
+      const int parts = parts_of(item, params_.gate_up_columns, params_.down_columns, kCluster);
+      for (int part = 0; part < parts; ++part) {
         const BlockWork work = block_work(item, kCluster, block_, part);
         if (is_down) {
-          load_down(work);
+          load_down(work, home, item, part == 0);
         } else {
-          load_gate_up(work);
+          load_gate_up(work, item, part == 0);
         }
       }
+      item_index_ = (item_index_ + 1) % kItems;
     }
-#ifdef MOK_CLOCKS
-    if (blockIdx.x == 0 && thread_ == 0) {
-      params_.fault[1] = static_cast<int>(clock64()) - params_.fault[1];
-      params_.fault[2] = static_cast<int>(global_nanoseconds()) - params_.fault[2];
-    }
-#endif
     if (watch_.late) {
       *params_.fault = 1;
     }
@@ -98,16 +89,19 @@ class Loader {
     bool multicast = false;
   };
 
-  __device__ void load_gate_up(const BlockWork& work) {
+  __device__ void load_gate_up(const BlockWork& work, const WorkItem& item, bool is_new) {
     if (warp_ == 0) {
       wait_for_ring(work);
     }
     const TensorCopy panel = panel_copy(work);
     const int steps = params_.hidden / kBlockDepth;
     for (int step = 0; step < steps; ++step) {
-      wait(shared_.empty[cursor_.stage], cursor_.parity ^ 1, watch_);
+      wait(shared_.empty[cursor_.index], cursor_.parity ^ 1, watch_);
       if (warp_ == 0 && cute::elect_one_sync()) {
-        shared_.full[cursor_.stage].arrive_and_expect_tx(kPanels * kPanelBytes);
+        if (step == 0 && is_new) {
+          shared_.items[item_index_] = item;  // for those who multiply, with its first stage
+        }
+        shared_.full[cursor_.index].arrive_and_expect_tx(kPanels * kPanelBytes);
       }
       copy(panel, step);
       gather(work, step);
@@ -115,18 +109,30 @@ class Loader {
     }
   }
 
-  __device__ void load_down(const BlockWork& work) {
+  __device__ void load_down(const BlockWork& work, Element* home, const WorkItem& item,
+                            bool is_new) {
+    wait(shared_.homes_read[home_cursor_.index], home_cursor_.parity ^ 1, watch_);
+    shared_.homes[home_cursor_.index][thread_] = home;
+    home_cursor_.advance();
     const TensorCopy panel = panel_copy(work);
     const TensorCopy rows = hidden_copy(work);
     const int steps = params_.inner / kBlockDepth;
     const uint32_t bytes = kPanels * kPanelBytes + work.tiles * kTileBytes;
     for (int step = 0; step < steps; ++step) {
       // All threads keep in step, lest one meets a phase that only looks like the one it waits for.
-      wait(shared_.empty[cursor_.stage], cursor_.parity ^ 1, watch_);
+      wait(shared_.empty[cursor_.index], cursor_.parity ^ 1, watch_);
+      TransactionBarrier& full = shared_.full[cursor_.index];
+      if (step == 0) {
+        full.arrive();  // every thread for the home row it has written
+      }
       if (warp_ == 0 && cute::elect_one_sync()) {
-        TransactionBarrier& full = shared_.full[cursor_.stage];
+        if (step == 0 && is_new) {
+          shared_.items[item_index_] = item;  // for those who multiply, with its first stage
+        }
         full.arrive_and_expect_tx(bytes);
-        arrive_many(barrier_word(full), kFillArrivals - 1);
+        if (step > 0) {
+          arrive_many(barrier_word(full), kFillArrivals - 1);
+        }
       }
       copy(panel, step);
       copy(rows, step);
@@ -180,8 +186,8 @@ class Loader {
 
   __device__ void copy(const TensorCopy& copy, int step) {
     if (copy.map != nullptr && cute::elect_one_sync()) {
-      uint64_t* const full = barrier_word(shared_.full[cursor_.stage]);
-      Element* const destination = copy.destination + cursor_.stage * copy.stage_elements;
+      uint64_t* const full = barrier_word(shared_.full[cursor_.index]);
+      Element* const destination = copy.destination + cursor_.index * copy.stage_elements;
       const int column = copy.column + step * copy.column_step;
       const int row = copy.row + step * copy.row_step;
       if (kCluster > 1 && copy.multicast) {
@@ -194,15 +200,31 @@ class Loader {
     }
   }
 
-  // Reads which slots fill the rows of the next item, early enough for nobody to wait.
+  // Reads which slots belong to the rows of the next item, early enough for nobody to wait: rows
+  // that this thread gathers, or the one row whose home it finds.
   __device__ void look_up_rows(const WorkItem& item) {
     const BlockWork work = block_work(item, kCluster, block_, 0);
-    const int32_t* const sources =
-        params_.row_source + work.tile * kTileRows + thread_ / kLanesPerRow;
+    const int32_t* const sources = params_.row_source + work.tile * kTileRows;
+    if (work.product == Product::kDown) {
+      slots_[0] = thread_ < work.tiles * kTileRows ? sources[thread_] : kPadding;
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {
-      slots_[i] = i * kRowsAtOnce < work.tiles * kTileRows ? sources[i * kRowsAtOnce] : kPadding;
+      const int row = thread_ / kLanesPerRow + i * kRowsAtOnce;
+      slots_[i] = row < work.tiles * kTileRows ? sources[row] : kPadding;
     }
+  }
+
+  // Where the output of row `thread_` goes; null for padding.
+  __device__ Element* find_home() const {
+    const int slot = slots_[0];
+    if (slot < 0) {
+      return nullptr;
+    }
+    const int rank = slot / params_.choices;
+    const int64_t choice = slot - rank * params_.choices;
+    return constant_address<Element>(params_.slots, rank) + choice * params_.hidden;
   }
 
   // Where this thread's share of each row begins; somewhere harmless for padding.
@@ -214,9 +236,7 @@ class Loader {
       const int slot = present ? slots_[i] : 0;
       const int rank = slot / params_.choices;
       const int64_t token = (slot - rank * params_.choices) / params_.top_k;
-      // The table is constant and read often: through the L1 cache.
-      const auto address = __ldg(reinterpret_cast<const unsigned long long*>(params_.x) + rank);
-      rows_[i] = reinterpret_cast<const Element*>(address) + token * params_.hidden +
+      rows_[i] = constant_address<const Element>(params_.x, rank) + token * params_.hidden +
                  thread_ % kLanesPerRow * 8;
       present_ |= static_cast<uint32_t>(present) << i;
     }
@@ -226,7 +246,7 @@ class Loader {
   __device__ void gather(const BlockWork& work, int step) {
     const int row = thread_ / kLanesPerRow;
     const int eighth = (thread_ ^ row) % kLanesPerRow;
-    Element* const destination = shared_.a[cursor_.stage] + row * kBlockDepth + eighth * 8;
+    Element* const destination = shared_.a[cursor_.index] + row * kBlockDepth + eighth * 8;
     const bool two_tiles = work.tiles == kBlockTiles;
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {
@@ -235,7 +255,7 @@ class Loader {
                       present_ >> i & 1);
       }
     }
-    cutlass::arch::cpasync_barrier_arrive_noinc(barrier_word(shared_.full[cursor_.stage]));
+    cutlass::arch::cpasync_barrier_arrive_noinc(barrier_word(shared_.full[cursor_.index]));
   }
 
   // The hidden rows that lay in this tile's place of the ring have been read.
@@ -248,6 +268,13 @@ class Loader {
     }
   }
 
+  // An entry of a table that is constant and read often: through the L1 cache.
+  template <typename Target, typename Table>
+  __device__ static Target* constant_address(Table table, int index) {
+    return reinterpret_cast<Target*>(
+        __ldg(reinterpret_cast<const unsigned long long*>(table) + index));
+  }
+
   __device__ static uint64_t* barrier_word(TransactionBarrier& barrier) {
     return reinterpret_cast<uint64_t*>(&barrier);
   }
@@ -257,8 +284,10 @@ class Loader {
   const int block_;
   const int thread_;
   const int warp_;
-  Cursor cursor_;
+  StageCursor cursor_;
+  HomeCursor home_cursor_;
   Watch watch_;
+  int item_index_ = 0;
   int32_t slots_[kGathers];        // of the next item
   const Element* rows_[kGathers];  // of this item
   uint32_t present_ = 0;           // bit i: rows_[i] is no padding

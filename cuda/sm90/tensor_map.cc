@@ -4,9 +4,6 @@
 
 #include "sm90/tile.h"
 
-#ifndef MOK_PROMOTION
-#define MOK_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-#endif
 namespace mok::sm90 {
 namespace {
 
@@ -36,7 +33,8 @@ bool encode_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t col
   const cuuint32_t element_strides[2] = {1, 1};
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides,
                 box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                MOK_PROMOTION, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace mok::sm90

@@ -20,7 +20,7 @@ struct WeightedSumParams {
 
 cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream);
 
-// Loads the kernels onto the current device.
+// Loads the kernel onto the current device.
 cudaError_t load_weighted_sum();
 
 }  // namespace mok::sm90

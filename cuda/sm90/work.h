@@ -14,9 +14,10 @@
 // blocks one after the other: items of equal length keep the clusters in step, and clusters in step
 // find each other's rows and weights in the L2 cache.
 //
-// Units are grouped so that a group's rows and some column blocks of weights stay in that cache,
-// groups make steps, and the down-projection of a step follows the gate/up-projection of the step
-// `lag` later: whoever waits for another block waits for an earlier item of this list.
+// The units of an expert are grouped so that a group's rows and some column blocks of weights stay
+// in that cache; a group never mixes experts. Groups make steps, and the down-projection of a step
+// follows the gate/up-projection of the step `lag` later: whoever waits for another block waits for
+// an earlier item of this list.
 namespace mok::sm90 {
 
 enum class Product : int32_t { kGateUp, kDown };
@@ -33,16 +34,15 @@ struct alignas(16) WorkItem {
 };
 
 struct WorkShape {
-  int32_t cluster;  // blocks
-  int32_t group_units;
-  int32_t step_groups;
-  int32_t lag;  // steps
+  int32_t cluster;      // blocks
+  int32_t group_units;  // about so many
+  int32_t step_tiles;   // a group belongs to step (its first tile) / step_tiles
+  int32_t lag;          // steps
   int32_t ring_tiles;
   int32_t gate_up_columns;  // column blocks
   int32_t down_columns;
 
   MOK_HOST_DEVICE int32_t unit_tiles() const { return cluster * kBlockTiles; }
-  MOK_HOST_DEVICE int32_t step_units() const { return group_units * step_groups; }
   MOK_HOST_DEVICE int32_t columns(Product product) const {
     return product == Product::kGateUp ? gate_up_columns : down_columns;
   }
@@ -98,15 +98,36 @@ MOK_HOST_DEVICE inline Units first_units(Units expert, int32_t index) {
   return {full, pair, index - full - pair};
 }
 
+// Tiles of so many units.
+MOK_HOST_DEVICE inline int32_t tiles_of(const WorkShape& shape, Units units) {
+  return units.full * shape.unit_tiles() + units.pair * kBlockTiles + units.single;
+}
+
 // The `index`-th unit of an expert whose tiles begin at `first_tile`, without its column.
 MOK_HOST_DEVICE inline WorkItem unit_of(const WorkShape& shape, int32_t expert, int32_t first_tile,
                                         Units units, int32_t index) {
-  const Units before = first_units(units, index);
-  const int32_t tile = before.full * shape.unit_tiles() + before.pair * kBlockTiles + before.single;
   const UnitKind kind = kind_of(units, index);
   const int32_t flags = (kind == UnitKind::kSingle ? 0 : WorkItem::kTwoTilesFlag) |
                         (kind == UnitKind::kFull ? WorkItem::kAlongRowsFlag : 0);
-  return {first_tile + tile, 0, expert, flags};
+  return {first_tile + tiles_of(shape, first_units(units, index)), 0, expert, flags};
+}
+
+// An expert's units in groups of nearly equal size, at most half as large again as wanted.
+struct Groups {
+  int32_t units;
+  int32_t count;
+
+  MOK_HOST_DEVICE int32_t begin(int32_t group) const {
+    return static_cast<int32_t>(static_cast<int64_t>(group) * units / count);
+  }
+  MOK_HOST_DEVICE int32_t of(int32_t unit) const {
+    return static_cast<int32_t>((static_cast<int64_t>(unit + 1) * count - 1) / units);
+  }
+};
+
+MOK_HOST_DEVICE inline Groups groups_of(const WorkShape& shape, int32_t units) {
+  const int32_t count = (units + shape.group_units / 2) / shape.group_units;
+  return {units, count > 1 ? count : 1};
 }
 
 // Position of an item within its group, columns outermost; `rank` counts the unit among the
@@ -130,22 +151,15 @@ MOK_HOST_DEVICE inline int32_t item_in_group(Units group, int32_t cluster, UnitK
   return before + rank;
 }
 
-// Items before the first one of a step; `before(unit)` are the units before that one.
+// Items before the first one of a step; `before(step)` are the units of earlier steps.
 template <typename UnitsBefore>
 MOK_HOST_DEVICE int32_t items_before(const WorkShape& shape, Product product, int32_t step,
-                                     int32_t units, const UnitsBefore& before) {
-  const int32_t steps = ceil_div(units, shape.step_units());
-  const auto items = [&](Product of, int32_t end_step) {
-    const int32_t unit = end_step * shape.step_units();
-    return before(unit < units ? unit : units).items(shape.columns(of), shape.cluster);
-  };
-  if (product == Product::kGateUp) {
-    const int32_t down_steps = step > shape.lag ? step - shape.lag : 0;
-    return items(Product::kGateUp, step) + items(Product::kDown, down_steps);
-  }
-  const int32_t gate_up_steps = step + shape.lag + 1;
-  return items(Product::kGateUp, gate_up_steps < steps ? gate_up_steps : steps) +
-         items(Product::kDown, step);
+                                     const UnitsBefore& before) {
+  const bool is_down = product == Product::kDown;
+  const int32_t gate_up_steps = is_down ? step + shape.lag + 1 : step;
+  const int32_t down_steps = is_down ? step : step > shape.lag ? step - shape.lag : 0;
+  return before(gate_up_steps).items(shape.gate_up_columns, shape.cluster) +
+         before(down_steps).items(shape.down_columns, shape.cluster);
 }
 
 // Column blocks that each block takes of an item, one after the other; the same number for all
@@ -180,24 +194,30 @@ MOK_HOST_DEVICE inline BlockWork block_work(const WorkItem& item, int32_t cluste
   };
 }
 
-// Steps as large as pay, or as a ring of `ring_tiles` allows: it holds the hidden rows of a step
-// and of the `lag` steps before it.
+// Groups and steps as large as wanted, or as a ring of `ring_tiles` allows: it holds the hidden
+// rows of a step and of the `lag` steps before it, and the last group of a step may reach beyond.
 inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
-                            int32_t group_units, int32_t step_groups) {
+                            int32_t group_units, int32_t step_tiles) {
   WorkShape shape{.cluster = cluster,
-                  .group_units = 1,
-                  .step_groups = 1,
-                  .lag = 0,
+                  .group_units = group_units,
+                  .step_tiles = 1,
+                  .lag = 1,
                   .ring_tiles = ring_tiles,
                   .gate_up_columns = gate_up_column_blocks(inner),
                   .down_columns = down_column_blocks(hidden)};
-  const int32_t units = ring_tiles / (2 * shape.unit_tiles());
-  if (units >= 1) {
-    shape.lag = 1;
-    shape.group_units = units < group_units ? units : group_units;
-    const int32_t groups = units / shape.group_units;
-    shape.step_groups = groups < step_groups ? groups : step_groups;
+  const auto group_tiles = [&] {
+    return (shape.group_units > 1 ? shape.group_units + shape.group_units / 2 : 1) *
+           shape.unit_tiles();
+  };
+  while (shape.group_units > 1 && 2 * shape.step_tiles + group_tiles() > ring_tiles) {
+    --shape.group_units;
   }
+  if (2 * shape.step_tiles + group_tiles() > ring_tiles) {
+    shape.lag = 0;
+    return shape;
+  }
+  const int32_t most = (ring_tiles - group_tiles()) / 2;
+  shape.step_tiles = step_tiles < most ? step_tiles : most;
   return shape;
 }
 

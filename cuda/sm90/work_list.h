@@ -24,7 +24,7 @@ int64_t max_work_tiles(const PlanShape& plan);
 cudaError_t list_work(const PlanShape& plan, const WorkShape& shape, const int32_t* expert_tile,
                       const WorkList& list, cudaStream_t stream);
 
-// Loads the kernels onto the current device.
+// Loads the kernel onto the current device.
 cudaError_t load_work_list();
 
 }  // namespace mok::sm90

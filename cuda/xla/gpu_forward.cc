@@ -91,7 +91,7 @@ cudaError_t prepare_device(int32_t ordinal) {
   Device device;
   cudaError_t error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = prepare_plan();
-  if (error == cudaSuccess) error = prepare_forward(kForwardCluster, &device.clusters);
+  if (error == cudaSuccess) error = prepare_forward(&device.clusters);
   for (const auto load :
        {load_addresses, load_exchange, load_finish, load_weighted_sum, load_work_list}) {
     if (error == cudaSuccess) error = load();
@@ -230,7 +230,7 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
   launch("plan", build_plan(shape.plan, rank, routes, space.tables, space.plan_scratch, stream));
   launch("work list",
          list_work(shape.plan, shape.work, space.tables.expert_tile, space.list, stream));
-  launch("forward", launch_forward(params, kForwardCluster, device.clusters, stream));
+  launch("forward", launch_forward(params, device.clusters, stream));
   if (arena != nullptr) {
     launch("exit barrier",
            barrier(*arena, layout, timeout_ns, space.link_failed, device.record, stream));

@@ -25,11 +25,11 @@ class Parts {
 ForwardShape make_forward_shape(const PlanShape& plan, int64_t ring_rows, int64_t hidden,
                                 int64_t inner) {
   constexpr int kGroupUnits = 8;
-  constexpr int kStepGroups = 8;
+  constexpr int kStepTiles = 16384 / kTileRows;
   return {.plan = plan,
           .work = work_shape(kForwardCluster, static_cast<int32_t>(ring_rows / kTileRows),
                              static_cast<int32_t>(hidden), static_cast<int32_t>(inner), kGroupUnits,
-                             kStepGroups),
+                             kStepTiles),
           .ring_rows = ring_rows,
           .hidden = hidden,
           .inner = inner};

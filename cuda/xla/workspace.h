@@ -32,8 +32,6 @@ struct Workspace {
   int64_t bytes;
 };
 
-constexpr int kForwardCluster = 2;
-
 // Sizes with the cluster, group and step sizes that measured best.
 ForwardShape make_forward_shape(const PlanShape& plan, int64_t ring_rows, int64_t hidden,
                                 int64_t inner);
