@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from jax_mok.errors import MoEInputError
 
@@ -15,6 +16,7 @@ Composition = Literal["auto", "composed", "collective"]
 TILE_ROWS = 64
 _MOST_ROWS = 2**31 - TILE_ROWS
 _LONGEST_TIMEOUT_S = 86400
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class MoEConfig:
             _check_choice(name, getattr(self, name), get_args(Direction))
         _check_choice("composition", self.composition, get_args(Composition))
         if self.clamp is not None:
-            object.__setattr__(self, "clamp", _positive("clamp", self.clamp, math.inf))
+            object.__setattr__(self, "clamp", _positive("clamp", self.clamp, _LARGEST_FLOAT32))
         timeout_s = _positive("timeout_s", self.timeout_s, _LONGEST_TIMEOUT_S)
         object.__setattr__(self, "timeout_s", timeout_s)
         if self.ring_rows and self.chunk_rows and self.ring_rows % self.chunk_rows:
@@ -73,6 +75,15 @@ class MoEConfig:
                 f"MoEConfig.ring_rows={self.ring_rows} is not a multiple of "
                 f"chunk_rows={self.chunk_rows}: round it up to {above}"
             )
+
+
+def config_or_default(config: MoEConfig | None) -> MoEConfig:
+    """The config, or the default for None; refuses anything else."""
+    if config is None:
+        return MoEConfig()
+    if not isinstance(config, MoEConfig):
+        raise MoEInputError(f"config must be a MoEConfig or None, got {type(config).__name__}")
+    return config
 
 
 def _rows(name: str, value: Any, least: int) -> int:
@@ -86,13 +97,14 @@ def _rows(name: str, value: Any, least: int) -> int:
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise MoEInputError(f"MoEConfig.{name}={value!r} must be one of {', '.join(allowed)}")
 
 
 def _positive(name: str, value: Any, most: float) -> float:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < float(value) <= most or math.isinf(float(value)):
-        limit = "" if math.isinf(most) else f", at most {most}"
-        raise MoEInputError(f"MoEConfig.{name}={value!r} must be a positive finite number{limit}")
+    if not number or not 0 < value <= most:
+        raise MoEInputError(
+            f"MoEConfig.{name}={value!r} must be a positive finite number, at most {most:g}"
+        )
     return float(value)

@@ -6,13 +6,14 @@ import functools
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mok import fused, layer
 from jax_mok.call import Call
-from jax_mok.config import MoEConfig
+from jax_mok.config import MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
 from jax_mok.experts import Weights
 from jax_mok.faults import check
@@ -85,7 +86,7 @@ def moe_ffn(
       MoEError: under `jax.vmap`; or what `jax_mok.check` would raise for earlier calls.
     """
     check()
-    config = config or MoEConfig()
+    config = config_or_default(config)
     position = find_position(axis_name, "moe_ffn")
     check_operands(x, expert_ids, expert_weights, w_gate, w_up, w_down)
     check_partitioned(axis_name, w_gate=w_gate, w_up=w_up, w_down=w_down)
@@ -140,6 +141,12 @@ def moe(
     Raises:
       MoEInputError: as `moe_ffn`, for an axis that the mesh lacks, or tokens it cannot share out.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MoEInputError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise MoEInputError(
+            "moe was called inside jax.shard_map: call moe_ffn there, on this device's arrays"
+        )
     if axis_name not in mesh.axis_names:
         raise MoEInputError(
             f"axis_name={axis_name!r} is not an axis of the mesh; "
@@ -153,11 +160,11 @@ def moe(
             f"{padded} tokens, with expert_ids -1 for the padding"
         )
     check_experts(w_gate.shape[0], mesh.shape[axis_name], axis_name)
-    config = config or MoEConfig()
-    if config.composition == "composed" and _processes(mesh) > 1:
+    config = config_or_default(config)
+    if config.composition == "composed" and not _ranks_share_a_process(mesh, axis_name):
         raise MoEInputError(
-            f"composition='composed' needs ranks that share memory, and this mesh has devices of "
-            f"{_processes(mesh)} processes: use composition='auto'"
+            "composition='composed' needs ranks that share memory, and along mesh axis "
+            f"{axis_name!r} there are devices of several processes: use composition='auto'"
         )
     tokens, experts = P(mesh.axis_names), P(axis_name)
     specs = (tokens, tokens, tokens, experts, experts, experts)
@@ -176,10 +183,12 @@ def moe(
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=tokens)(*operands)
 
 
-def _processes(mesh: Mesh | AbstractMesh) -> int:
+def _ranks_share_a_process(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
     if isinstance(mesh, AbstractMesh):
-        return 1
-    return len({device.process_index for device in mesh.devices.flat})
+        return True
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    axis = mesh.axis_names.index(axis_name)
+    return bool(np.all(processes == processes.take([0], axis)))
 
 
 def _only(spec: P, names: list[str]) -> P:

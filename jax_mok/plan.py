@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_mok import ffi
 from jax_mok.call import Call
-from jax_mok.config import TILE_ROWS, MoEConfig
+from jax_mok.config import TILE_ROWS, MoEConfig, config_or_default
 from jax_mok.layout import make_layout
 from jax_mok.sharding import find_position, vary, varying_axes
 from jax_mok.transforms import guard
@@ -126,11 +126,12 @@ def build_plan(
     Raises:
       MoEInputError: for arguments that do not fit each other or the mesh.
     """
-    config = config or MoEConfig()
+    config = config_or_default(config)
     position = find_position(axis_name, "build_plan")
     check_ids(expert_ids)
     check_experts(num_experts, position.ranks, axis_name)
     tokens, top_k = expert_ids.shape
+    num_experts = int(num_experts)
     call = Call(
         config=config,
         layout=make_layout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -25,7 +26,9 @@ def check_ids(expert_ids: jax.Array) -> None:
 
 def check_experts(num_experts: int, ranks: int, axis_name: str) -> None:
     """Refuses a number of experts that the mesh axis cannot share out."""
-    if not isinstance(num_experts, int) or num_experts < 1 or num_experts % ranks:
+    if not isinstance(num_experts, numbers.Integral) or isinstance(num_experts, bool):
+        raise MoEInputError(f"num_experts must be an integer, got {num_experts!r}")
+    if num_experts < 1 or num_experts % ranks:
         raise MoEInputError(
             f"{num_experts} experts cannot be divided among the {ranks} ranks of mesh "
             f"axis {axis_name!r}: use a multiple of {ranks}"

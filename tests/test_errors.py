@@ -99,6 +99,26 @@ def test_call_outside_shard_map():
         jax.jit(local_call)(*operands().values())
 
 
+def test_global_call_inside_shard_map():
+    mesh = harness.mesh_of(RANKS)
+    body = lambda *args: call(x=args[0])  # noqa: E731
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(jax_mok.MoEInputError, match=r"inside jax.shard_map: call moe_ffn there"):
+        mapped(*operands().values())
+
+
+@pytest.mark.parametrize("value", [{}, "x", 0, False])
+def test_config_of_another_type(value):
+    with pytest.raises(jax_mok.MoEInputError, match="config must be a MoEConfig or None, got"):
+        call(config=value)
+
+
+@pytest.mark.parametrize("value", ["ep", 4])
+def test_mesh_of_another_type(value):
+    with pytest.raises(jax_mok.MoEInputError, match=r"mesh must be a jax.sharding.Mesh, got"):
+        call(mesh=value)
+
+
 def test_unknown_axis_inside_shard_map():
     mesh = Mesh(np.array(jax.devices()[:4]), ("experts",))
     mapped = jax.shard_map(local_call, mesh=mesh, in_specs=P("experts"), out_specs=P("experts"))
@@ -129,7 +149,8 @@ def test_plans_name_what_does_not_fit():
         jax_mok.build_plan(ids, num_experts=EXPERTS, axis_name="ep")
     with pytest.raises(jax_mok.MoEInputError, match="9 experts cannot be divided"):
         plan_of(ids, 9)
-    with pytest.raises(jax_mok.MoEInputError, match=r"8\.0 experts cannot be divided"):
+    np.testing.assert_array_equal(plan_of(ids, np.int64(EXPERTS)).rows, plan_of(ids).rows)
+    with pytest.raises(jax_mok.MoEInputError, match=r"must be an integer, got 8\.0"):
         plan_of(ids, 8.0)
     with pytest.raises(jax_mok.MoEInputError, match="must be int32"):
         plan_of(ids.astype(np.int8))
@@ -166,6 +187,9 @@ def test_axes_left_to_the_compiler():
         ("timeout_s", float("inf"), "positive finite"),
         ("timeout_s", "3", "timeout_s='3'"),
         ("timeout_s", 1e10, "at most 86400"),
+        ("timeout_s", 10**400, "positive finite"),
+        ("clamp", 1e300, "at most 3.4"),
+        ("combine", np.array(["pull", "push"]), "one of pull, push"),
     ],
 )
 def test_config_values_out_of_range(field, value, message):

@@ -1,7 +1,10 @@
 """The layer under JAX's transformations, meshes and compilation modes."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import harness
@@ -356,6 +359,31 @@ def test_threads_may_call_the_layer_at_the_same_time(inputs, expected):
         thread.join(timeout=120)
         assert not thread.is_alive()
     assert not wrong
+
+
+def test_threads_do_not_multiply_when_cores_are_busy(inputs):
+    """Workers are as many as tasks at one time, also while others take their cores."""
+    layer = layer_on(harness.mesh_of(2), inputs)
+
+    @jax.jit
+    def many(x):
+        return jax.lax.scan(lambda x, _: (layer(x, *primals(inputs)[1:]), None), x, length=300)[0]
+
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        many(inputs.x).block_until_ready()
+        before = threads_of_this_process()
+        for _ in range(5):
+            many(inputs.x).block_until_ready()
+        assert threads_of_this_process() <= before + 8
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+def threads_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_double_precision_mode_changes_nothing(inputs, expected):

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -40,13 +41,20 @@ void complete(std::shared_ptr<Meeting> meeting, const std::string& error) {
 
 void start(std::shared_ptr<Meeting> meeting, int tasks, const Work& work) {
   const auto remaining = std::make_shared<std::atomic<int>>(tasks);
-  for (int task = 0; task < tasks; ++task) {
-    run_on_worker([meeting, remaining, work, task] {
-      work(meeting->seats, task);
-      if (remaining->fetch_sub(1) == 1) {
-        complete(meeting, "");
-      }
-    });
+  try {
+    for (int task = 0; task < tasks; ++task) {
+      run_on_worker([meeting, remaining, work, task] {
+        work(meeting->seats, task);
+        if (remaining->fetch_sub(1) == 1) {
+          complete(meeting, "");
+        }
+      });
+    }
+  } catch (const std::system_error& error) {
+    // There is not a single worker, so no task has begun.
+    for (const Done& done : meeting->done) {
+      done(std::string("jax_mok: the machine gives no threads: ") + error.what());
+    }
   }
 }
 
@@ -120,8 +128,12 @@ class Room {
     meeting->done.resize(attendance.ranks);
     deadlines_[{meeting->deadline, key}] = meeting;
     if (!watching_) {
-      watching_ = true;
-      std::thread([this] { watch(); }).detach();
+      try {
+        std::thread([this] { watch(); }).detach();
+        watching_ = true;
+      } catch (const std::system_error&) {
+        // The next meeting tries again; until then no time-out is noticed.
+      }
     }
     if (deadlines_.begin()->second == meeting) {
       earlier_deadline_.notify_one();

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <queue>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -21,18 +22,30 @@ class Workers {
       std::fesetenv(&environment);
       task();
     });
-    if (idle_ >= tasks_.size()) {
-      wake_.notify_one();
-    } else {
-      std::thread([this] { work(); }).detach();
+    if (idle_ < tasks_.size()) {
+      add_worker();
     }
+    wake_.notify_one();
   }
 
  private:
+  // A thread counts as idle from its birth on: it may get a core only after more tasks have come.
+  void add_worker() {
+    try {
+      std::thread([this] { work(); }).detach();
+      ++idle_;
+      ++workers_;
+    } catch (const std::system_error&) {
+      // The machine gives no more threads: the task waits for a worker, if there is any.
+      if (workers_ == 0) {
+        throw;
+      }
+    }
+  }
+
   void work() {
     std::unique_lock lock(mutex_);
     while (true) {
-      ++idle_;
       wake_.wait(lock, [this] { return !tasks_.empty(); });
       --idle_;
       std::function<void()> task = std::move(tasks_.front());
@@ -41,6 +54,7 @@ class Workers {
       task();
       task = nullptr;
       lock.lock();
+      ++idle_;
     }
   }
 
@@ -48,6 +62,7 @@ class Workers {
   std::condition_variable wake_;
   std::queue<std::function<void()>> tasks_;
   size_t idle_ = 0;
+  size_t workers_ = 0;
 };
 
 }  // namespace
