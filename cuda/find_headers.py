@@ -4,19 +4,26 @@ Arguments: import name of the package, requirement, path of a header inside the 
 folder to fetch into. The printed folder is the part of the path up to and with "include".
 """
 
+import importlib.metadata
 import importlib.util
 import pathlib
 import subprocess
 import sys
 import zipfile
 
-# Headers are the same for every Python: take what exists, whatever the version running this.
+# Headers are the same for every Python and machine: take what exists.
 PLATFORMS = ["manylinux_2_28", "manylinux_2_27", "manylinux_2_18", "manylinux2014"]
 PYTHON_OF_WHEELS = "3.12"
 
 
-def find(package: str, header: str) -> pathlib.Path | None:
-    """The header in the installed package."""
+def find(package: str, requirement: str, header: str) -> pathlib.Path | None:
+    """The header in the installed package, if that is of the required version."""
+    distribution, version = requirement.split("==")
+    try:
+        if importlib.metadata.version(distribution) != version:
+            return None
+    except importlib.metadata.PackageNotFoundError:
+        return None
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (pathlib.Path(folder) / header).exists():
@@ -42,7 +49,9 @@ def fetch(package: str, requirement: str, header: str, folder: pathlib.Path) -> 
 def main() -> None:
     """Prints the folder."""
     package, requirement, header, folder = sys.argv[1:]
-    found = find(package, header) or fetch(package, requirement, header, pathlib.Path(folder))
+    found = find(package, requirement, header) or fetch(
+        package, requirement, header, pathlib.Path(folder)
+    )
     print(next(folder for folder in found.parents if folder.name == "include"))
 
 

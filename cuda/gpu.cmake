@@ -9,6 +9,10 @@ set(CMAKE_CUDA_ARCHITECTURES 90a-real)
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 find_package(CUDAToolkit REQUIRED)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+  message(FATAL_ERROR "JAX_MOK_CUDA=${JAX_MOK_CUDA} needs nvcc 13.0 or newer, found "
+    "${CMAKE_CUDA_COMPILER_VERSION}: upgrade it, or build with JAX_MOK_CUDA=OFF")
+endif()
 
 # A folder that a Python package brings, or the same folder of a wheel fetched for the build.
 function(find_headers result package requirement probe)

@@ -1,5 +1,6 @@
 """Expert-parallel Mixture-of-Experts layer for JAX: one call, deterministic to the bit."""
 
+import importlib.util
 import pkgutil
 
 # In a checkout's folder Python takes this package from there; the native module lies only in the
@@ -9,6 +10,10 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jax_mok.versions import check_jax_version
 
 check_jax_version()
+if importlib.util.find_spec("jax_mok._native") is None:
+    raise ImportError(
+        "the native module of jax_mok is not built: run `pip install .` in the checkout"
+    )
 
 from jax_mok import ffi as _ffi  # noqa: E402
 from jax_mok.config import MoEConfig  # noqa: E402

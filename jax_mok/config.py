@@ -41,9 +41,11 @@ class MoEConfig:
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
       composition: "composed" moves rows through memory that the ranks share, "collective" through
-        XLA's own collectives. "auto": collective if several processes take part, else composed.
-      timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails. The
-        collective composition waits as long as XLA's collectives do.
+        XLA's own collectives. "auto": on GPUs the fused kernels; on CPU devices collective if
+        several processes take part, else composed.
+      timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails (on
+        GPUs: before its output is NaN; the time of the kernel itself counts). The collective
+        composition waits as long as XLA's collectives do.
     """
 
     ring_rows: int | None = None

@@ -13,10 +13,10 @@ _MOST_LINES = 8
 def check() -> None:
     """Raises what the calls that have finished recorded since the last check.
 
-    Faults inside a compiled call cannot raise where they happen: a time-out fails the XLA program
-    that waited, and expert ids out of range are treated as masked. Both leave a record, and this
-    function (or the next call that is traced) raises it. Wait for the results (for instance with
-    `jax.block_until_ready`) before checking.
+    Faults inside a compiled call cannot raise where they happen. A time-out fails the XLA program
+    on CPU devices and turns the output to NaN on GPUs; expert ids out of range are treated as
+    masked. All leave a record, and this function (or the next call that is traced) raises it. Wait
+    for the results (for instance with `jax.block_until_ready`) before checking.
 
     Raises:
       MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`.
@@ -41,8 +41,9 @@ def _describe(fault: _native.Fault) -> str:
     if fault["operation"] == "meeting":
         return (
             f"rank {fault['rank']} waited for rank {fault['peer']} longer than "
-            f"MoEConfig.timeout_s (epoch {fault['expected']}, seen {fault['seen']}); the call's "
-            "output is NaN"
+            f"MoEConfig.timeout_s, or that rank had failed (epoch {fault['expected']}, seen "
+            f"{fault['seen']}); this output and those of later calls of the same sizes are NaN: "
+            "restart the processes"
         )
     if fault["kind"] == "timeout":
         return (
@@ -54,8 +55,9 @@ def _describe(fault: _native.Fault) -> str:
             f"a wait within a kernel on device {fault['rank']} expired in {fault['seen']} call(s); "
             "their outputs are NaN"
         )
+    who = f"rank {fault['rank']}{group}" if fault["rank"] >= 0 else "a GPU"
     return (
-        f"rank {fault['rank']}{group} had {fault['seen']} expert id(s) outside "
+        f"{who} had {fault['seen']} expert id(s) outside "
         f"0..{fault['expected'] - 1}; they were treated as masked: mend the router, or use -1 for "
         "masked choices"
     )

@@ -20,7 +20,12 @@ except ModuleNotFoundError:
     cuda = None
 
 _CPU_TARGETS = _native.registrations()
-_CUDA_TARGETS = cuda.registrations() if cuda else {}
+# The GPU handlers are built with the headers of the first JAX whose FFI reaches peers; older ones
+# would refuse them, and with them every program.
+FIRST_JAX_WITH_GPU_KERNELS = (0, 11, 2)
+_CUDA_TARGETS = (
+    cuda.registrations() if cuda and jax.__version_info__ >= FIRST_JAX_WITH_GPU_KERNELS else {}
+)
 
 
 def register() -> None:

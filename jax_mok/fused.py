@@ -16,7 +16,6 @@ from jax_mok.transforms import refuse_when_lowered
 
 _LEAST_RING_ROWS = 256  # a cluster's two blocks of 128 rows
 _WIDTH_MULTIPLE = 64
-_FIRST_JAX_WITH_PEERS = (0, 11, 2)
 
 
 def forward(
@@ -76,6 +75,8 @@ def _why_not(call: Call, x: jax.Array, weights: Weights) -> str | None:
             "this jax_mok was built without GPU kernels: reinstall it where nvcc is found with "
             "pip install --config-settings=cmake.define.JAX_MOK_CUDA=ON ."
         )
+    if jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS:
+        return f"the GPU kernels need JAX 0.11.2 or newer (Python 3.12), found {jax.__version__}"
     if x.dtype != jnp.bfloat16:
         return f"x has dtype {x.dtype}; the GPU kernels take bfloat16: convert it with .astype"
     if hidden % _WIDTH_MULTIPLE or inner % _WIDTH_MULTIPLE:
@@ -102,6 +103,4 @@ def _why_not(call: Call, x: jax.Array, weights: Weights) -> str | None:
         return (
             f"the plan of {layout.experts} experts does not fit a block's shared memory: use fewer"
         )
-    if layout.ranks > 1 and jax.__version_info__ < _FIRST_JAX_WITH_PEERS:
-        return f"JAX {jax.__version__} cannot reach other GPUs' memory: use JAX 0.11.2 or newer"
     return None

@@ -20,7 +20,7 @@ struct Fault {
   FaultKind kind;
   Operation operation;
   int32_t group;     // position along the other mesh axes
-  int32_t rank;      // who reports; a device ordinal from GPU calls
+  int32_t rank;      // who reports; -1 where a GPU call does not know
   int32_t peer;      // who is missing; -1 where nobody is
   int64_t expected;  // arrivals or epoch waited for, or number of experts
   int64_t seen;      // arrivals or epoch seen, or number of choices or calls

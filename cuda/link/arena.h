@@ -5,27 +5,31 @@
 #include <cstdint>
 #include <string>
 
+#include "link/arena_layout.h"
+
 // The symmetric arena of one communicator on one device: memory that every rank of the communicator
 // can address, registered as an NCCL window.
 namespace mok {
 
 struct Arena {
-  int32_t ranks;
+  ArenaLayout layout;
   int32_t rank;
-  int64_t bytes;
   char** bases;     // [ranks] on the device: where each rank's arena begins
   char* own;        // this rank's
-  uint32_t* epoch;  // on the device: of the last barrier
+  uint32_t* state;  // [kArenaStates] on the device
 };
 
-// The arena of an `ncclComm_t`, of at least so many bytes. Collective when it has to make or
-// enlarge one: all ranks must ask for the same sizes in the same order, as one program does.
-// Earlier, smaller arenas stay, because captured graphs hold their addresses. Waits for the stream
-// then. On failure returns null and says why.
-const Arena* find_or_make_arena(void* communicator, int device, int64_t bytes, cudaStream_t stream,
-                                std::string* error);
+enum ArenaState : int { kEpoch, kIsBroken, kArenaStates };
 
-// The arena that a call of `find_or_make_arena` with the same sizes has made, or null.
-const Arena* find_arena(void* communicator, int64_t bytes);
+// The arena of an `ncclComm_t` for calls of one layout: calls of another must not find their parts
+// in the same place, since a rank may begin the next call while a peer ends this one. Collective
+// when it has to make one: all ranks must ask for the same layouts in the same order, as one
+// program does. Waits for the stream then. On failure returns null and says why. Arenas are never
+// given back: captured graphs hold their addresses.
+const Arena* find_or_make_arena(void* communicator, int device, const ArenaLayout& layout,
+                                cudaStream_t stream, std::string* error);
+
+// The arena that `find_or_make_arena` has made, or null.
+const Arena* find_arena(void* communicator, const ArenaLayout& layout);
 
 }  // namespace mok

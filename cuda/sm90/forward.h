@@ -26,7 +26,7 @@ struct ForwardParams {
   const WorkItem* items;
   const int32_t* item_count;
   const int32_t* tile_count;
-  uint32_t* hidden_ready;  // [tiles] stores of the tile's hidden rows, see kReadyPerColumn
+  uint32_t* hidden_ready;  // [tiles] stores of the tile's hidden rows
   uint32_t* down_done;     // [tiles] column blocks whose reads of the hidden rows have ended
   int32_t* fault;          // set to 1 when a wait has expired
 

@@ -10,11 +10,11 @@ namespace mok::sm90 {
 
 constexpr int kAccumulators = kTileRows * kBlockColumns / kWarpgroup;  // f32 a thread
 
-// A is K-major; B lies as in memory, [depth, columns], hence MN-major.
 // Gathered rows are written through the generic proxy and read by wgmma through the async one; PTX
 // promises their order only behind this fence. Measured cost: 0.6 to 1.6 % of a burst.
 __device__ inline void fence_proxies_of_gather() { asm volatile("fence.proxy.async.shared::cta;"); }
 
+// A is K-major; B lies as in memory, [depth, columns], hence MN-major.
 template <int kColumns>
 struct Products;
 template <>

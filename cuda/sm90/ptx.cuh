@@ -26,9 +26,6 @@ __device__ inline void arrive_many(uint64_t* barrier, uint32_t count) {
 __device__ inline void fence_proxies_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-__device__ inline void fence_proxies_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 // Until all of this thread's bulk stores have been written, not only read from shared memory.
 __device__ inline void wait_for_bulk_stores() {

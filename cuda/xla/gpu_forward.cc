@@ -27,7 +27,10 @@ namespace ffi = xla::ffi;
 using namespace mok::sm90;
 
 using Communicators = ffi::internal::CommunicatorContextBase<ffi::internal::ErrorPolicy>;
-using Collectives = ffi::internal::CollectivesExtensionBase<Communicators>;
+struct Collectives : ffi::internal::CollectivesExtensionBase<Communicators> {
+  // Later minor versions only add to it.
+  static bool Support(int32_t major, int32_t minor) { return major == 0 && minor >= 1; }
+};
 using Bf16Buffer = ffi::Buffer<ffi::BF16>;
 
 ffi::Error failure(const std::string& what) {
@@ -83,13 +86,25 @@ std::map<int32_t, Device>& devices() {
   return *all;
 }
 
-cudaError_t prepare_device(int32_t ordinal) {
+// Returns what went wrong, or nothing.
+std::string prepare_device(int32_t ordinal) {
   const std::lock_guard lock(devices_mutex);
   if (devices().contains(ordinal)) {
-    return cudaSuccess;
+    return "";
   }
   Device device;
   cudaError_t error = cudaSetDevice(ordinal);
+  int major = 0, minor = 0;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  }
+  if (error == cudaSuccess && (major != 9 || minor != 0)) {
+    return "GPU " + std::to_string(ordinal) + " has compute capability " + std::to_string(major) +
+           "." + std::to_string(minor) + "; the kernels need 9.0 (H100, H200)";
+  }
   if (error == cudaSuccess) error = prepare_plan();
   if (error == cudaSuccess) error = prepare_forward(&device.clusters);
   for (const auto load :
@@ -103,8 +118,9 @@ cudaError_t prepare_device(int32_t ordinal) {
   if (error == cudaSuccess) {
     *device.record = {};
     devices()[ordinal] = device;
+    return "";
   }
-  return error;
+  return std::string("preparing a GPU: ") + cudaGetErrorString(error);
 }
 
 Device device_of(int32_t ordinal) {
@@ -129,7 +145,7 @@ std::vector<Fault> take_gpu_faults() {
                         /*peer=*/-1, 0, now.kernel_timeouts - device.told.kernel_timeouts});
     }
     if (now.out_of_range != device.told.out_of_range) {
-      faults.push_back({FaultKind::kExpertOutOfRange, Operation::kPlan, /*group=*/0, ordinal,
+      faults.push_back({FaultKind::kExpertOutOfRange, Operation::kPlan, /*group=*/0, /*rank=*/-1,
                         /*peer=*/-1, now.experts, now.out_of_range - device.told.out_of_range});
     }
     device.told = now;
@@ -221,10 +237,10 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
   const uint16_t* slots = space.own_slots;
   if (arena != nullptr) {
     launch("publish", publish(*arena, layout, ids.typed_data(), own_x, stream));
-    launch("entry barrier",
-           barrier(*arena, layout, timeout_ns, space.link_failed, device.record, stream));
-    launch("pull", pull_tokens(*arena, layout, space.received, stream));
-    routes = reinterpret_cast<const int32_t*>(arena->own + layout.routes());
+    launch("entry barrier", barrier(*arena, layout, timeout_ns, space.kernel_failed,
+                                    space.link_failed, device.record, stream));
+    launch("pull", pull_tokens(*arena, layout, space.received, space.routes, stream));
+    routes = space.routes;
     slots = reinterpret_cast<const uint16_t*>(arena->own + layout.slots());
   }
   launch("plan", build_plan(shape.plan, rank, routes, space.tables, space.plan_scratch, stream));
@@ -232,8 +248,8 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
          list_work(shape.plan, shape.work, space.tables.expert_tile, space.list, stream));
   launch("forward", launch_forward(params, device.clusters, stream));
   if (arena != nullptr) {
-    launch("exit barrier",
-           barrier(*arena, layout, timeout_ns, space.link_failed, device.record, stream));
+    launch("exit barrier", barrier(*arena, layout, timeout_ns, space.kernel_failed,
+                                   space.link_failed, device.record, stream));
   }
   launch("weighted sum",
          weighted_sum({slots, space.tables.slot_rank, weights.typed_data(), out, shape.plan.tokens,
@@ -251,8 +267,8 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
 }
 
 ffi::Error initialize_alone(int32_t ordinal) {
-  const cudaError_t error = prepare_device(ordinal);
-  return error == cudaSuccess ? ffi::Error::Success() : failure(cudaGetErrorString(error));
+  const std::string error = prepare_device(ordinal);
+  return error.empty() ? ffi::Error::Success() : failure(error);
 }
 
 ffi::Error execute_alone(cudaStream_t stream, int32_t ordinal, Bf16Buffer x,
@@ -280,16 +296,16 @@ ffi::Error prepare_peers(Communicators communicators, ForwardAttributes attribut
 
 ffi::Error initialize_peers(cudaStream_t stream, int32_t ordinal, Communicators communicators,
                             ForwardAttributes attributes) {
-  if (const cudaError_t error = prepare_device(ordinal); error != cudaSuccess) {
-    return failure(cudaGetErrorString(error));
+  if (const std::string error = prepare_device(ordinal); !error.empty()) {
+    return failure(error);
   }
   const auto comm = communicator(communicators, attributes);
   if (comm.has_error()) {
     return comm.error();
   }
-  const int64_t bytes = arena_layout(forward_shape(attributes)).bytes();
+  const ArenaLayout layout = arena_layout(forward_shape(attributes));
   std::string error;
-  if (find_or_make_arena(*comm, ordinal, bytes, stream, &error) == nullptr) {
+  if (find_or_make_arena(*comm, ordinal, layout, stream, &error) == nullptr) {
     return failure(error);
   }
   return ffi::Error::Success();
@@ -304,8 +320,7 @@ ffi::Error execute_peers(cudaStream_t stream, int32_t ordinal, Communicators com
   if (comm.has_error()) {
     return comm.error();
   }
-  const int64_t bytes = arena_layout(forward_shape(attributes)).bytes();
-  const Arena* const arena = find_arena(*comm, bytes);
+  const Arena* const arena = find_arena(*comm, arena_layout(forward_shape(attributes)));
   if (arena == nullptr) {
     return failure("the arena was not initialised");
   }

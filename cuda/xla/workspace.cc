@@ -56,6 +56,7 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
                 .counter_count = 2 * max_work_tiles(plan)};
   space.hidden_ring = parts.take<uint16_t>(shape.ring_rows * shape.inner);
   space.received = alone ? nullptr : parts.take<uint16_t>(plan.ranks * plan.tokens * shape.hidden);
+  space.routes = alone ? nullptr : parts.take<int32_t>(plan.ranks * plan.choices());
   space.own_slots = alone ? parts.take<uint16_t>(plan.choices() * shape.hidden) : nullptr;
   space.x = parts.take<const uint16_t*>(plan.ranks);
   space.slots = parts.take<uint16_t*>(plan.ranks);

@@ -24,6 +24,7 @@ struct Workspace {
   WorkList list;
   void* hidden_ring;    // [ring_rows, inner]
   uint16_t* received;   // [ranks, tokens, hidden]; only with peers
+  int32_t* routes;      // [ranks, tokens, top_k]; only with peers
   uint16_t* own_slots;  // [tokens, top_k, hidden]; only without peers
   const uint16_t** x;   // [ranks]
   uint16_t** slots;     // [ranks]

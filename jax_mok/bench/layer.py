@@ -59,7 +59,10 @@ def main(argv: Sequence[str]) -> None:
     # cuBLAS is the yardstick, not XLA's own generated products.
     cublas = "--xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cublas}"
-    devices = jax.devices("cuda")[: _GPUS.value]
+    devices = jax.devices("cuda")
+    if _GPUS.value and _GPUS.value > len(devices):
+        raise app.UsageError(f"--gpus={_GPUS.value}, and this machine has {len(devices)}")
+    devices = devices[: _GPUS.value]
     mesh = Mesh(np.array(devices), ("ep",))
     kind = devices[0].device_kind
     print(f"{len(devices)} x {kind}, JAX {jax.__version__}, {_ROUTES.value} routes")
@@ -191,10 +194,9 @@ def draw_routes(
 ) -> np.ndarray:
     """int32 [tokens, top_k]: distinct experts per token, by --routes."""
     if _ROUTES.value == "balanced":
-        order = generator.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)
         first = np.arange(tokens) * top_k % experts
         columns = (first[:, None] + np.arange(top_k)) % experts
-        return order[0][columns].astype(np.int32)
+        return generator.permutation(experts)[columns].astype(np.int32)
     scores = generator.gumbel(size=(tokens, experts))
     if _ROUTES.value == "zipf":
         scores -= _ZIPF_EXPONENT * np.log(1 + generator.permutation(experts))
