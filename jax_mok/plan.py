@@ -13,8 +13,13 @@ from jax_mok.call import Call
 from jax_mok.config import TILE_ROWS, MoEConfig, config_or_default
 from jax_mok.layout import make_layout
 from jax_mok.sharding import find_position, vary, varying_axes
-from jax_mok.transforms import guard
+from jax_mok.transforms import guard, refuse_when_lowered
 from jax_mok.validate import check_experts, check_ids
+
+_NO_GPU_PLAN = (
+    "build_plan runs on CPU devices only in this version: the layer makes its own plan on GPUs; to "
+    "look at one, set JAX_PLATFORMS=cpu"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -141,4 +146,5 @@ def build_plan(
         operand_axes=(),
         axes=varying_axes(expert_ids) | {axis_name},
     )
-    return make_plan(call, vary(guard(expert_ids), call.axes), vary(position.place(), call.axes))
+    ids = refuse_when_lowered(guard(expert_ids), _NO_GPU_PLAN, except_on="cpu")
+    return make_plan(call, vary(ids, call.axes), vary(position.place(), call.axes))

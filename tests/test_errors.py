@@ -156,6 +156,8 @@ def test_plans_name_what_does_not_fit():
         plan_of(ids.astype(np.int8))
     with pytest.raises(jax_mok.MoEError, match="fold the batch into the tokens"):
         jax.vmap(plan_of)(np.stack([ids, ids]))
+    with pytest.raises(jax_mok.MoEError, match="build_plan runs on CPU devices only"):
+        jax.jit(plan_of).trace(ids).lower(lowering_platforms=("cuda",))
 
 
 def test_axes_left_to_the_compiler():

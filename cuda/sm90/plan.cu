@@ -2,6 +2,7 @@
 
 #include "link/load_kernels.h"
 #include "sm90/plan.h"
+#include "sm90/warp.cuh"
 
 // A stable counting sort of choices by expert. Each block takes a contiguous segment of the
 // choices of all ranks, in the order of their global slots:
@@ -12,12 +13,10 @@
 namespace mok::sm90 {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMaxSegments = 128;
 constexpr int kMaxShared = 227 * 1024;
-constexpr unsigned kAllLanes = ~0u;
 
 struct Segments {
   int32_t count;
@@ -116,16 +115,6 @@ __device__ void sum_segments(const PlanCall& call, const PlaceShared& shared) {
     atomicAdd(shared.next_row + bin, before);
   }
   __syncthreads();
-}
-
-__device__ int32_t inclusive_scan(int32_t value) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, value, offset);
-    value += lane >= offset ? other : 0;
-  }
-  return value;
 }
 
 // One warp: the first row of every expert on its owner; block 0 writes this rank's tables.

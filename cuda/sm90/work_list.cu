@@ -1,14 +1,13 @@
 #include "link/load_kernels.h"
 #include "sm90/unit_table.h"
+#include "sm90/warp.cuh"
 #include "sm90/work_list.h"
 
 namespace mok::sm90 {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kBlocks = 132;
-constexpr unsigned kAllLanes = ~0u;
 
 struct ListCall {
   WorkShape shape;
@@ -22,16 +21,6 @@ struct ListCall {
   }
 };
 
-__device__ int32_t scan(int32_t value) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, value, offset);
-    value += lane >= offset ? other : 0;
-  }
-  return value;
-}
-
 __device__ int32_t of_last_lane(int32_t value) { return __shfl_sync(kAllLanes, value, kWarp - 1); }
 
 // For each expert and, behind the last, for all; computed by one warp.
@@ -43,7 +32,8 @@ __device__ void find_starts(const ListCall& call, Start* starts) {
     const bool present = expert < call.experts;
     const int32_t tile = present ? call.first_tile(expert) : 0;
     const Units own = present ? units_of(call.shape, call.first_tile(expert + 1) - tile) : Units{};
-    const Units upto{scan(own.full), scan(own.pair), scan(own.single)};
+    const Units upto{inclusive_scan(own.full), inclusive_scan(own.pair),
+                     inclusive_scan(own.single)};
     if (present) {
       starts[expert] = {total + upto - own, tile};
     }

@@ -2,18 +2,14 @@
 
 #include <nanobind/nanobind.h>
 
-#include "xla/fault_dict.h"
 #include "xla/gpu_forward.h"
+#include "xla/python.h"
 #include "xla/workspace.h"
 
 namespace nb = nanobind;
 
 namespace mok {
 namespace {
-
-nb::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
 
 nb::dict registrations() {
   nb::dict alone;

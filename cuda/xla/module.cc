@@ -1,5 +1,5 @@
-// The one file that knows Python: hands out the FFI handlers, the fault records, and the plan
-// builder and ring arithmetic for tests that need no XLA program.
+// Hands the handlers of the CPU platform and the fault records to Python, and the plan builder and
+// ring arithmetic to tests that need no XLA program.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -10,16 +10,12 @@
 #include "host/faults.h"
 #include "host/plan_builder.h"
 #include "xla/cpu_handlers.h"
-#include "xla/fault_dict.h"
+#include "xla/python.h"
 
 namespace nb = nanobind;
 
 namespace mok {
 namespace {
-
-nb::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
 
 nb::dict registrations() {
   const auto execute = [](auto handler) {

@@ -4,8 +4,14 @@
 
 #include "core/fault.h"
 #include "host/faults.h"
+#include "xla/ffi/api/c_api.h"
 
+// What both modules hand to Python.
 namespace mok {
+
+inline nanobind::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nanobind::capsule(reinterpret_cast<void*>(handler));
+}
 
 // A fault as Python's `_native.Fault`.
 inline nanobind::dict fault_dict(const Fault& fault) {
