@@ -32,8 +32,8 @@ find_headers(XLA_COLLECTIVES_INCLUDE_DIR jaxlib "jaxlib==0.11.2"
 
 add_library(mok_cuda STATIC
   cuda/link/arena.cu cuda/link/exchange.cu
-  cuda/sm90/addresses.cu cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/plan.cu cuda/sm90/tensor_map.cc
-  cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
+  cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/move_rows.cu cuda/sm90/plan.cu
+  cuda/sm90/tensor_map.cc cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
 target_include_directories(mok_cuda PUBLIC cuda)
 target_include_directories(mok_cuda SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}" "${NCCL_INCLUDE_DIR}")
 target_compile_options(mok_cuda PRIVATE
@@ -43,7 +43,8 @@ set_target_properties(mok_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 target_link_libraries(mok_cuda PUBLIC CUDA::cudart_static)
 
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
-  cuda/xla/gpu_module.cc cuda/xla/gpu_forward.cc cuda/xla/workspace.cc)
+  cuda/xla/gpu_composed.cc cuda/xla/gpu_device.cc cuda/xla/gpu_forward.cc cuda/xla/gpu_module.cc
+  cuda/xla/gpu_plan.cc cuda/xla/peers.cc cuda/xla/workspace.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${XLA_COLLECTIVES_INCLUDE_DIR}")
 target_compile_options(_cuda PRIVATE -Wall -Wextra)
 target_link_libraries(_cuda PRIVATE mok_cuda mok_host)

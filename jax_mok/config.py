@@ -34,15 +34,21 @@ class MoEConfig:
       saved_rows: rows on a rank whose pre-activations are kept for the backward pass, a multiple of
         64. Later rows are dispatched and multiplied again there. None: one ring.
       dispatch: who moves token rows to the experts: the expert's rank ("pull") or the token's home
-        rank ("push"). The collective composition has no directions.
+        rank ("push"; on GPUs before the experts start, so this time is not hidden behind products).
+        The collective composition has no directions.
       combine: who moves output rows home: the token's home rank ("pull") or the expert's ("push").
+        On GPUs "pull" moves them only after all experts are done, and keeps memory for the output
+        rows of the worst load, every choice of every rank, instead of this rank's own choices:
+        about as many times more as there are ranks; see `jax_mok.memory`.
       reverse_combine: as `dispatch`, for the output's gradient.
       reverse_dispatch: as `combine`, for the input's gradient.
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
       composition: "composed" moves rows through memory that the ranks share, "collective" through
-        XLA's own collectives. "auto": on GPUs the fused kernels; on CPU devices collective if
-        several processes take part, else composed.
+        XLA's own collectives. "auto": on GPUs the fused kernel; on CPU devices collective if
+        several processes take part, else composed. On GPUs composed is for comparison: the fused
+        kernel's work in launches of its own for each move and each product, in as many waves as the
+        worst load takes through the ring, with copies of a wave's rows.
       timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails (on
         GPUs: before its output is NaN; the time of the kernel itself counts). The collective
         composition waits as long as XLA's collectives do.

@@ -14,9 +14,10 @@ def check() -> None:
     """Raises what the calls that have finished recorded since the last check.
 
     Faults inside a compiled call cannot raise where they happen. A time-out fails the XLA program
-    on CPU devices and turns the output to NaN on GPUs; expert ids out of range are treated as
-    masked. All leave a record, and this function (or the next call that is traced) raises it. Wait
-    for the results (for instance with `jax.block_until_ready`) before checking.
+    on CPU devices; on GPUs it turns the output to NaN, and makes `build_plan`'s tables empty.
+    Expert ids out of range are treated as masked. All leave a record, and this function (or the
+    next call that is traced) raises it. Wait for the results (for instance with
+    `jax.block_until_ready`) before checking.
 
     Raises:
       MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`.
@@ -39,11 +40,16 @@ def check() -> None:
 def _describe(fault: _native.Fault) -> str:
     group = f" of group {fault['group']}" if fault["group"] else ""
     if fault["operation"] == "meeting":
+        late = fault["seen"] < fault["expected"]
+        what = (
+            f"waited in vain for rank {fault['peer']} (MoEConfig.timeout_s)"
+            if late
+            else f"came to a call in which rank {fault['peer']} had failed"
+        )
         return (
-            f"rank {fault['rank']} waited for rank {fault['peer']} longer than "
-            f"MoEConfig.timeout_s, or that rank had failed (epoch {fault['expected']}, seen "
-            f"{fault['seen']}); this output and those of later calls of the same sizes are NaN: "
-            "restart the processes"
+            f"rank {fault['rank']} {what}: epoch {fault['expected']}, seen {fault['seen']}; its "
+            "output is NaN (of build_plan: empty). Later calls are right once all ranks have "
+            "caught up; if they stay NaN, a rank has left a call out: restart the processes"
         )
     if fault["kind"] == "timeout":
         return (

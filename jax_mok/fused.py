@@ -1,4 +1,4 @@
-"""The fused forward pass on NVIDIA GPUs: one custom call."""
+"""The forward pass on NVIDIA GPUs, fused or composed: one custom call."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mok import ffi
+from jax_mok import experts, ffi, gpu, plan
 from jax_mok.call import Call
-from jax_mok.config import TILE_ROWS
 from jax_mok.experts import Weights
+from jax_mok.plan import Plan
+from jax_mok.sharding import vary
 from jax_mok.transforms import refuse_when_lowered
-
-_LEAST_RING_ROWS = 256  # a cluster's two blocks of 128 rows
-_WIDTH_MULTIPLE = 64
 
 
 def forward(
@@ -29,78 +27,78 @@ def forward(
 
     It is traced on every platform, so it may not raise while it is traced.
     """
-    reason = _why_not(call, x, weights)
+    reason = gpu.why_not(call.layout) or _why_not(call, x, weights)
     if reason is not None:
         return refuse_when_lowered(x, reason)
-    layout, ranks = call.layout, call.layout.ranks
-    hidden, inner = x.shape[1], weights.gate.shape[2]
-    ring_rows = max(layout.ring_rows, _LEAST_RING_ROWS)
+    return _call_kernel(call, x, expert_ids, router_weights, weights, kept=[])[0]
+
+
+def forward_and_keep(
+    call: Call,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+) -> tuple[jax.Array, Plan, jax.Array]:
+    """As `forward`, and what the backward pass needs of it.
+
+    Returns:
+      y, the plan, and the pre-activations of the first `saved_rows` rows: the shape of
+      `experts.empty_pre_activations`, each tile in the order of `cuda/sm90/forward.h`.
+    """
+    kept = experts.empty_pre_activations(call, x.dtype, weights.gate.shape[2])
+    reason = gpu.why_not(call.layout) or _why_not(call, x, weights)
+    if reason is not None:
+        refused = refuse_when_lowered(x, reason)
+        return refused, plan.refused_plan(call, reason), vary(kept, call.axes)
+    kept_types = [jax.ShapeDtypeStruct(kept.shape, kept.dtype), *plan.tables(call.layout)]
+    y, pre_activations, *tables = _call_kernel(
+        call, x, expert_ids, router_weights, weights, kept_types
+    )
+    return y, Plan(*tables), pre_activations
+
+
+def _call_kernel(
+    call: Call,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+    kept: list[jax.ShapeDtypeStruct],
+) -> list[jax.Array]:
+    """y, and results of the types `kept`."""
+    layout = call.layout
     sizes: dict[str, np.generic] = {
-        "ranks": np.int32(ranks),
-        "tokens": np.int64(layout.tokens),
-        "top_k": np.int32(layout.top_k),
-        "experts": np.int32(layout.experts),
-        "tile_rows": np.int32(TILE_ROWS),
-        "chunk_rows": np.int64(layout.chunk_rows),
-        "ring_rows": np.int64(ring_rows),
-        "hidden": np.int64(hidden),
-        "inner": np.int64(inner),
+        **gpu.plan_sizes(layout),
+        "ring_rows": np.int64(gpu.ring_rows(layout)),
+        "hidden": np.int64(x.shape[1]),
+        "inner": np.int64(weights.gate.shape[2]),
+        **gpu.directions(call.config),
+        "composed": np.bool_(call.config.composition == "composed"),
     }
-    workspace_bytes = _workspace_bytes({name: int(v) for name, v in sizes.items()})
+    assert ffi.cuda is not None
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8),
+        jax.ShapeDtypeStruct((ffi.cuda.workspace_bytes(**gpu.arguments(sizes)),), jnp.uint8),
+        *kept,
     ]
     clamp = math.inf if call.config.clamp is None else call.config.clamp
-    attributes: dict[str, np.generic | np.ndarray] = {
-        **sizes,
-        "clamp": np.float32(clamp),
-        "timeout_s": np.float64(call.config.timeout_s),
-        "groups": np.array(call.position.groups, np.int64),
-    }
-    target = "jax_mok_forward_alone" if ranks == 1 else "jax_mok_forward_peers"
+    attributes = {**sizes, **gpu.meeting(call), "clamp": np.float32(clamp)}
+    target = "jax_mok_forward_alone" if layout.ranks == 1 else "jax_mok_forward_peers"
     operands = (x, expert_ids, router_weights, *(weight.astype(x.dtype) for weight in weights))
-    return ffi.call(target, results, operands, attributes, call.axes)[0]
-
-
-def _workspace_bytes(sizes: dict[str, int]) -> int:
-    assert ffi.cuda is not None
-    return int(ffi.cuda.workspace_bytes(**sizes))
+    y, _, *rest = ffi.call(target, results, operands, attributes, call.axes)
+    return [y, *rest]
 
 
 def _why_not(call: Call, x: jax.Array, weights: Weights) -> str | None:
     config, hidden, inner = call.config, x.shape[1], weights.gate.shape[2]
-    if ffi.cuda is None:
-        return (
-            "this jax_mok was built without GPU kernels: reinstall it where nvcc is found with "
-            "pip install --config-settings=cmake.define.JAX_MOK_CUDA=ON ."
-        )
-    if jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS:
-        return f"the GPU kernels need JAX 0.11.2 or newer (Python 3.12), found {jax.__version__}"
     if x.dtype != jnp.bfloat16:
         return f"x has dtype {x.dtype}; the GPU kernels take bfloat16: convert it with .astype"
-    if hidden % _WIDTH_MULTIPLE or inner % _WIDTH_MULTIPLE:
+    if hidden % gpu.WIDTH_MULTIPLE or inner % gpu.WIDTH_MULTIPLE:
         return (
-            f"H={hidden} and I={inner}; the GPU kernels take multiples of {_WIDTH_MULTIPLE}: pad "
-            "x and the weights with zeros"
+            f"H={hidden} and I={inner}; the GPU kernels take multiples of {gpu.WIDTH_MULTIPLE}: "
+            "pad x and the weights with zeros"
         )
-    if config.composition != "auto":
-        return f"composition={config.composition!r} has no GPU kernels yet: use 'auto'"
-    if (config.dispatch, config.combine) != ("pull", "push"):
-        return (
-            f"dispatch={config.dispatch!r} with combine={config.combine!r} has no GPU kernel yet: "
-            "use 'pull' and 'push'"
-        )
-    layout = call.layout
-    if not ffi.cuda.plan_fits(
-        ranks=layout.ranks,
-        tokens=layout.tokens,
-        top_k=layout.top_k,
-        experts=layout.experts,
-        tile_rows=TILE_ROWS,
-        chunk_rows=layout.chunk_rows,
-    ):
-        return (
-            f"the plan of {layout.experts} experts does not fit a block's shared memory: use fewer"
-        )
+    if config.composition == "collective":
+        return "composition='collective' has no GPU kernels yet: use 'auto' or 'composed'"
     return None

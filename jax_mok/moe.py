@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jax_mok.errors import MoEInputError
 from jax_mok.experts import Weights
 from jax_mok.faults import check
 from jax_mok.layout import make_layout
-from jax_mok.plan import make_plan
+from jax_mok.plan import Plan, make_plan
 from jax_mok.sharding import (
     check_partitioned,
     find_position,
@@ -224,8 +225,20 @@ def _moe(
     def on_gpu(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> jax.Array:
         return fused.forward(call, x, ids, router_weights, Weights(*w))
 
-    def elsewhere(x: jax.Array, *_: jax.Array) -> jax.Array:
-        return refuse_when_lowered(x, "the MoE layer runs on CPU devices and on NVIDIA GPUs only")
+    return _on_either_platform(operands, on_cpu, on_gpu)
+
+
+_Result = TypeVar("_Result")
+
+
+def _on_either_platform(
+    operands: list[jax.Array],
+    on_cpu: Callable[..., _Result],
+    on_gpu: Callable[..., _Result],
+) -> _Result:
+    def elsewhere(x: jax.Array, *rest: jax.Array) -> _Result:
+        reason = "the MoE layer runs on CPU devices and on NVIDIA GPUs only"
+        return on_cpu(refuse_when_lowered(x, reason), *rest)
 
     return jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu, default=elsewhere)
 
@@ -237,8 +250,7 @@ def _vary(call: Call, *operands: jax.Array) -> list[jax.Array]:
 
 def _route(call: Call, expert_ids: jax.Array) -> layer.Routed:
     place = vary(call.position.place(), call.axes)
-    plan = checkpoint_name(make_plan(call, expert_ids, place), _PLAN_NAME)
-    return layer.Routed(plan, place)
+    return layer.Routed(make_plan(call, expert_ids, place), place)
 
 
 def _moe_forward(
@@ -248,20 +260,35 @@ def _moe_forward(
     weights: Weights,
     expert_ids: jax.Array,
 ) -> tuple[jax.Array, _Residuals]:
-    x, expert_ids, router_weights, *varied = _vary(call, x, expert_ids, router_weights, *weights)
-    x = refuse_when_lowered(x, _NO_GPU_GRADIENT, except_on="cpu")
-    routed, weights = _route(call, expert_ids), Weights(*varied)
-    y, pre_activations = layer.forward(
-        call, routed, x, router_weights, weights, keep_pre_activations=True
-    )
+    operands = _vary(call, x, expert_ids, router_weights, *weights)
+
+    def on_cpu(
+        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
+    ) -> tuple[jax.Array, Plan, jax.Array | None]:
+        routed = _route(call, ids)
+        y, kept = layer.forward(
+            call, routed, x, router_weights, Weights(*w), keep_pre_activations=True
+        )
+        return y, routed.plan, kept
+
+    def on_gpu(
+        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
+    ) -> tuple[jax.Array, Plan, jax.Array | None]:
+        return fused.forward_and_keep(call, x, ids, router_weights, Weights(*w))
+
+    y, plan, pre_activations = _on_either_platform(operands, on_cpu, on_gpu)
+    plan = checkpoint_name(plan, _PLAN_NAME)
     pre_activations = checkpoint_name(pre_activations, _PRE_ACTIVATIONS_NAME)
-    return y, _Residuals(routed, x, router_weights, weights, pre_activations)
+    x, _, router_weights, *varied = operands
+    routed = layer.Routed(plan, vary(call.position.place(), call.axes))
+    return y, _Residuals(routed, x, router_weights, Weights(*varied), pre_activations)
 
 
 def _moe_backward(
     call: Call, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, Weights, None]:
-    gradients = layer.backward(call, *residuals, dy=vary(guard(dy), call.axes))
+    dy = refuse_when_lowered(vary(guard(dy), call.axes), _NO_GPU_GRADIENT, except_on="cpu")
+    gradients = layer.backward(call, *residuals, dy=dy)
     dx, d_router_weights, *d_weights = (
         sum_replicas(gradient, axes)
         for gradient, axes in zip(

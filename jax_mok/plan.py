@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mok import ffi
+from jax_mok import ffi, gpu
 from jax_mok.call import Call
 from jax_mok.config import TILE_ROWS, MoEConfig, config_or_default
-from jax_mok.layout import make_layout
+from jax_mok.layout import Layout, make_layout
 from jax_mok.sharding import find_position, vary, varying_axes
 from jax_mok.transforms import guard, refuse_when_lowered
 from jax_mok.validate import check_experts, check_ids
-
-_NO_GPU_PLAN = (
-    "build_plan runs on CPU devices only in this version: the layer makes its own plan on GPUs; to "
-    "look at one, set JAX_PLATFORMS=cpu"
-)
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +74,8 @@ class Plan:
         return self.counts[4]
 
 
-def make_plan(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
-    """The plan of a call. expert_ids is int32 [T, K]; place is from `Position.place`."""
-    layout = call.layout
+def tables(layout: Layout) -> list[jax.ShapeDtypeStruct]:
+    """The tables in the order of `Plan`."""
     shapes = (
         (layout.max_rows,),
         (layout.max_rows,),
@@ -92,7 +86,18 @@ def make_plan(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
         (layout.tokens, layout.top_k),
         (5,),
     )
-    results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def make_plan(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
+    """The plan of a call on CPU devices.
+
+    Args:
+      call: the call.
+      expert_ids: int32 [T, K].
+      place: from `Position.place`.
+    """
+    layout = call.layout
     attributes: dict[str, np.generic] = {
         "ranks": np.int32(layout.ranks),
         "experts": np.int32(layout.experts),
@@ -105,7 +110,29 @@ def make_plan(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
     else:
         target = "jax_mok_plan_of_gathered_routes"
         ids = jax.lax.all_gather(expert_ids, call.position.axis_name)
-    return Plan(*ffi.call(target, results, (ids, place), attributes, call.axes))
+    return Plan(*ffi.call(target, tables(layout), (ids, place), attributes, call.axes))
+
+
+def _make_plan_on_gpu(call: Call, expert_ids: jax.Array) -> Plan:
+    """As `make_plan`; ranks that do not meet in time get the plan of masked choices only."""
+    if (reason := gpu.why_not(call.layout)) is not None:
+        return refused_plan(call, reason)
+    sizes = gpu.plan_sizes(call.layout)
+    assert ffi.cuda is not None
+    workspace_bytes = ffi.cuda.plan_workspace_bytes(**gpu.arguments(sizes))
+    results = [jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8), *tables(call.layout)]
+    target = "jax_mok_plan_alone" if call.layout.ranks == 1 else "jax_mok_plan_peers"
+    attributes = {**sizes, **gpu.meeting(call)}
+    return Plan(*ffi.call(target, results, (expert_ids,), attributes, call.axes)[1:])
+
+
+def refused_plan(call: Call, reason: str) -> Plan:
+    """A plan whose program is refused when it is lowered."""
+    refused = (
+        refuse_when_lowered(jnp.zeros(table.shape, table.dtype), reason)
+        for table in tables(call.layout)
+    )
+    return Plan(*(vary(table, call.axes) for table in refused))
 
 
 def build_plan(
@@ -126,10 +153,12 @@ def build_plan(
       config: the layer's options; only `chunk_rows` and `ring_rows` change the plan.
 
     Returns:
-      The tables of this rank.
+      The tables of this rank. On GPUs those of ranks that do not meet within
+      `MoEConfig.timeout_s` are the tables of masked choices only, and `jax_mok.check` raises.
 
     Raises:
       MoEInputError: for arguments that do not fit each other or the mesh.
+      MoEError: under `jax.vmap`; or when it is lowered for a platform that cannot run it.
     """
     config = config_or_default(config)
     position = find_position(axis_name, "build_plan")
@@ -146,5 +175,15 @@ def build_plan(
         operand_axes=(),
         axes=varying_axes(expert_ids) | {axis_name},
     )
-    ids = refuse_when_lowered(guard(expert_ids), _NO_GPU_PLAN, except_on="cpu")
-    return make_plan(call, vary(ids, call.axes), vary(position.place(), call.axes))
+
+    def on_cpu(ids: jax.Array) -> Plan:
+        return make_plan(call, ids, vary(position.place(), call.axes))
+
+    def on_gpu(ids: jax.Array) -> Plan:
+        return _make_plan_on_gpu(call, ids)
+
+    def elsewhere(_: jax.Array) -> Plan:
+        return refused_plan(call, "build_plan runs on CPU devices and on NVIDIA GPUs only")
+
+    ids = vary(guard(expert_ids), call.axes)
+    return jax.lax.platform_dependent(ids, cpu=on_cpu, cuda=on_gpu, default=elsewhere)

@@ -156,8 +156,12 @@ def test_plans_name_what_does_not_fit():
         plan_of(ids.astype(np.int8))
     with pytest.raises(jax_mok.MoEError, match="fold the batch into the tokens"):
         jax.vmap(plan_of)(np.stack([ids, ids]))
-    with pytest.raises(jax_mok.MoEError, match="build_plan runs on CPU devices only"):
-        jax.jit(plan_of).trace(ids).lower(lowering_platforms=("cuda",))
+    too_many = functools.partial(plan_of, num_experts=2**15)
+    reason = r"without GPU kernels|GPU kernels need|32768 experts does not fit"
+    with pytest.raises(jax_mok.MoEError, match=reason):
+        jax.jit(too_many).trace(ids).lower(lowering_platforms=("cuda",))
+    with pytest.raises(jax_mok.MoEError, match="CPU devices and on NVIDIA GPUs only"):
+        jax.jit(plan_of).trace(ids).lower(lowering_platforms=("tpu",))
 
 
 def test_axes_left_to_the_compiler():

@@ -1,11 +1,15 @@
 """The fused forward pass on NVIDIA GPUs: run with `pytest -m gpu`."""
 
+import contextlib
+import ctypes
 import functools
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import harness
 import jax
@@ -13,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from gpu_harness import MoEConfig, gpus, mesh_of, poison_memory, rank_counts, require_gpus
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 from oracle import Inputs
 from routings import ROUTINGS
 
@@ -23,21 +29,12 @@ import jax_mok
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 6e-3
-MoEConfig = functools.partial(jax_mok.MoEConfig, timeout_s=10.0)
 HERE = pathlib.Path(__file__).parent
 
 
-def gpus() -> list[jax.Device]:
-    return jax.devices("cuda")
-
-
-def rank_counts() -> list[int]:
-    return [1, 2] if len(gpus()) > 1 else [1]
-
-
-@functools.cache
-def mesh_of(ranks: int) -> Mesh:
-    return Mesh(np.array(gpus()[:ranks]), ("ep",))
+def pair_of_gpus() -> Mesh:
+    require_gpus(2)
+    return mesh_of(2)
 
 
 @functools.cache
@@ -85,9 +82,7 @@ def assert_right(y: np.ndarray, inputs: Inputs, clamp: float | None = None) -> N
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """What the next arrays are placed in holds NaN."""
-    for gpu in gpus():
-        jax.device_put(np.full(2**26, np.nan, np.float32), gpu).block_until_ready()
+    poison_memory(np.float32(np.nan))
 
 
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
@@ -133,11 +128,85 @@ def test_results_are_bit_equal_for_any_ring(ring_rows):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_repeats_are_bit_equal(ranks):
     """XLA captures the calls in a graph from the second run on."""
-    if ranks > len(gpus()):
-        pytest.fail(f"needs {ranks} GPUs")
+    require_gpus(ranks)
     inputs = draw("zipf", tokens=1000, choices=4)
     step, operands = forward(ranks, MoEConfig()), on_gpus(inputs, mesh_of(ranks))
     assert len({np.asarray(step(*operands)).tobytes() for _ in range(20)}) == 1
+
+
+WAYS = [
+    dict(dispatch=dispatch, combine=combine, composition=composition)
+    for composition in ("auto", "composed")
+    for dispatch in ("pull", "push")
+    for combine in ("pull", "push")
+]
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+
+
+def mostly_masked(inputs: Inputs, share: float = 0.4) -> Inputs:
+    """That share of the choices is masked, of some tokens all."""
+    masked = np.random.default_rng(11).random(inputs.expert_ids.shape) < share
+    return inputs._replace(expert_ids=np.where(masked, np.int32(-1), inputs.expert_ids))
+
+
+@every_way
+@pytest.mark.parametrize("ring_rows", [None, 256, 1536])
+def test_results_are_bit_equal_for_all_directions_and_compositions(way, ring_rows):
+    inputs = mostly_masked(draw("zipf", tokens=1000, choices=5, hidden=192))
+    want = run(inputs, 1)
+    assert_right(want, inputs)
+    config = MoEConfig(**way, ring_rows=ring_rows, chunk_rows=ring_rows and 64)
+    for ranks in rank_counts():
+        step, operands = forward(ranks, config), on_gpus(inputs, mesh_of(ranks))
+        for _ in range(20):
+            assert np.asarray(step(*operands)).tobytes() == want.tobytes()
+
+
+@every_way
+@pytest.mark.parametrize(
+    "routing", ["one_rank", "silent_rank", "same_expert_twice", "all_masked", "out_of_range"]
+)
+def test_all_directions_and_compositions_take_every_load(way, routing):
+    inputs = draw(routing, tokens=300, choices=3)
+    want = run(inputs, 1)
+    harness.expect_recorded_faults(inputs.expert_ids, 8)
+    for ranks in rank_counts():
+        assert run(inputs, ranks, MoEConfig(**way)).tobytes() == want.tobytes()
+        harness.expect_recorded_faults(inputs.expert_ids, 8)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 64), (2880, 64), (768, 1408), (8192, 64)])
+def test_composed_is_bit_equal_to_fused_for_any_width(hidden, inner):
+    inputs = draw("zipf", tokens=600, hidden=hidden, inner=inner, experts=4)
+    for ranks in rank_counts():
+        composed = run(inputs, ranks, MoEConfig(composition="composed", ring_rows=512))
+        assert composed.tobytes() == run(inputs, ranks).tobytes()
+
+
+@every_way
+def test_calls_back_to_back_do_not_see_each_others_rows(way):
+    """A row that the next call overwrites too early, or not at all, would show: tokens and routes
+    of the two have nothing in common, and neither waits for the other's results."""
+    first = mostly_masked(draw("zipf", tokens=1200, choices=4, seed=5))
+    second = mostly_masked(draw("one_rank", tokens=1200, choices=4, seed=6))
+    want = [run(inputs, 1).astype(np.float32) for inputs in (first, second)]
+    config = MoEConfig(**way)
+    for ranks in rank_counts():
+        layer, mesh = forward(ranks, config), mesh_of(ranks)
+
+        @jax.jit
+        def step(a, b, layer=layer):
+            # Powers of two, so that XLA does not make one call of equal ones.
+            return [
+                layer(x, ids, weights * 2.0**turn, *rest)
+                for turn in range(10)
+                for x, ids, weights, *rest in (a, b)
+            ]
+
+        for call, y in enumerate(step(on_gpus(first, mesh), on_gpus(second, mesh))):
+            assert_array_equal(
+                np.asarray(y).astype(np.float32), want[call % 2] * 2.0 ** (call // 2)
+            )
 
 
 def test_a_token_is_bit_equal_whatever_batch_is_around_it():
@@ -185,8 +254,7 @@ def test_neighbouring_collectives_do_not_disturb_the_layer():
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_groups_of_ranks_are_independent(shape):
-    if len(gpus()) < 2:
-        pytest.fail("needs 2 GPUs")
+    pair_of_gpus()
     inputs = draw()
     mesh = Mesh(np.array(gpus()[:2])[::-1].reshape(shape), ("dp", "ep"))
     y = jax.jit(functools.partial(jax_mok.moe, mesh=mesh, axis_name="ep"))(*on_gpus(inputs, mesh))
@@ -207,13 +275,133 @@ def first_tokens(inputs: Inputs, count: int) -> dict[str, np.ndarray]:
     }
 
 
+def sharded_step(body, mesh: Mesh) -> jax.stages.Wrapped:
+    return jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    )
+
+
+def halves(y: jax.typing.ArrayLike) -> list[np.ndarray]:
+    return np.split(np.asarray(y).astype(np.float32), 2)
+
+
+def test_a_rank_that_does_not_come_is_named_and_other_layers_go_on():
+    mesh, config, inputs = pair_of_gpus(), MoEConfig(timeout_s=2.0), draw(tokens=132)
+
+    def body(*args):
+        def come(x, *rest):
+            return jax_mok.moe_ffn(x, *rest, axis_name="ep", config=config)
+
+        return jax.lax.cond(jax.lax.axis_index("ep") == 1, lambda x, *_: x, come, *args)
+
+    start = time.monotonic()
+    waited, absent = halves(sharded_step(body, mesh)(*on_gpus(inputs, mesh)))
+    assert time.monotonic() - start < 60
+    assert np.isnan(waited).all()
+    np.testing.assert_array_equal(absent, inputs.x[66:].astype(np.float32))
+    with pytest.raises(jax_mok.MoETimeoutError, match="rank 0 waited in vain for rank 1"):
+        jax_mok.check()
+
+    other = draw(tokens=148)
+    assert run(other, 2).tobytes() == run(other, 1).tobytes()
+
+    # The ranks have counted different numbers of calls, so they never meet again.
+    for _ in range(2):
+        assert np.isnan(run(inputs, 2, config).astype(np.float32)).all()
+        with pytest.raises(jax_mok.MoETimeoutError, match="has left a call out: restart"):
+            jax_mok.check()
+
+
+@pytest.mark.parametrize(("dispatch", "combine"), [("pull", "push"), ("push", "pull")])
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_calls_after_one_to_which_a_rank_came_too_late_are_right(late_rank, dispatch, combine):
+    mesh = pair_of_gpus()
+    config = MoEConfig(timeout_s=0.5, dispatch=dispatch, combine=combine)
+    inputs = draw("zipf", tokens=164 + 2 * late_rank)
+
+    def sleep(x):
+        time.sleep(1.5)
+        return np.asarray(x)
+
+    def body(late, x, *rest):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = jax.lax.cond(late[0], lambda x: jax.pure_callback(sleep, shape, x), lambda x: x, x)
+        return jax_mok.moe_ffn(x, *rest, axis_name="ep", config=config)
+
+    step, operands, want = sharded_step(body, mesh), on_gpus(inputs, mesh), run(inputs, 1)
+
+    def call(*late_ranks):
+        late = np.isin(np.arange(2), late_ranks)
+        return step(jax.device_put(late, NamedSharding(mesh, P("ep"))), *operands)
+
+    for _ in range(2):
+        assert np.asarray(call()).tobytes() == want.tobytes()
+        for half in halves(call(late_rank)):
+            assert np.isnan(half).all()
+        with pytest.raises(jax_mok.MoETimeoutError, match=f"waited in vain for rank {late_rank}"):
+            jax_mok.check()
+    # Those that are dispatched while the rank is late may fail too, but none is wrong.
+    ys = [call(late_rank), *(call() for _ in range(5))]
+    for y in ys:
+        for got, right in zip(halves(y), halves(want), strict=True):
+            assert np.isnan(got).all() or got.tobytes() == right.tobytes()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
+    assert np.asarray(call()).tobytes() == want.tobytes()
+
+
+@contextlib.contextmanager
+def little_memory(gpu: jax.Device, left: int) -> Iterator[None]:
+    """Takes the memory of a GPU outside XLA's pool, all but `left` bytes."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, memory = ctypes.c_void_p(), ctypes.c_uint64()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+
+    def call(name, *args):
+        assert getattr(cuda, name)(*args) == 0, name
+
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), gpu.local_hardware_id)
+    call("cuCtxPushCurrent_v2", context)
+    call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(free.value - left))
+    try:
+        yield
+    finally:
+        call("cuMemFree_v2", memory)
+        call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        call("cuDevicePrimaryCtxRelease_v2", gpu.local_hardware_id)
+
+
+def test_all_ranks_fail_together_if_one_lacks_memory_and_can_try_again():
+    mesh = pair_of_gpus()
+    inputs = draw(tokens=4096, hidden=8192, inner=64, choices=16)
+    config = MoEConfig(ring_rows=4096)
+    operands = on_gpus(inputs, mesh)
+    step = forward(2, config).lower(*operands).compile()
+    start = time.monotonic()
+    with (
+        little_memory(gpus()[1], 2**28),
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"out of memory: |rank 1 could not go on"),
+    ):
+        jax.block_until_ready(step(*operands))
+    assert time.monotonic() - start < 10
+    assert np.asarray(step(*operands)).tobytes() == run(inputs, 1, config).tobytes()
+
+
+def test_concurrent_command_buffers_are_refused(monkeypatch):
+    mode = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {mode}")
+    inputs, mesh = draw(tokens=180), pair_of_gpus()
+    with pytest.raises(jax_mok.MoEError, match="might not meet in the same call"):
+        forward(2, MoEConfig()).lower(*on_gpus(inputs, mesh))
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
         ({"hidden": 96}, {}, "multiples of 64"),
         ({"inner": 100}, {}, "multiples of 64"),
-        ({}, {"composition": "composed"}, "no GPU kernels yet"),
-        ({}, {"dispatch": "push"}, "no GPU kernel yet"),
+        ({}, {"composition": "collective"}, "no GPU kernels yet"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(changes, config, message):
@@ -238,12 +426,12 @@ import jax, numpy as np
 jax.distributed.initialize(
     f"127.0.0.1:{port}", num_processes=2, process_id=process, local_device_ids=[process]
 )
-import test_gpu
+import gpu_harness, test_gpu
 from jax.experimental import multihost_utils
 inputs = test_gpu.draw("zipf", tokens=600)
-step = test_gpu.forward(2, test_gpu.MoEConfig())
+step = test_gpu.forward(2, gpu_harness.MoEConfig())
 for _ in range(5):
-    y = step(*test_gpu.on_gpus(inputs, test_gpu.mesh_of(2)))
+    y = step(*test_gpu.on_gpus(inputs, gpu_harness.mesh_of(2)))
 y = multihost_utils.process_allgather(y, tiled=True)
 if process == 0:
     np.save(result, np.asarray(y).view(np.uint16))
@@ -251,8 +439,7 @@ if process == 0:
 
 
 def test_two_processes_get_the_bits_of_one(tmp_path):
-    if len(gpus()) < 2:
-        pytest.fail("needs 2 GPUs")
+    pair_of_gpus()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

@@ -139,8 +139,9 @@ def test_shipped_policy_keeps_routes_plan_and_pre_activations(inputs):
         jaxpr = jax.make_jaxpr(routed_loss(inputs, policy))(inputs.x, router)
         return str(jaxpr).count("target_name=jax_mok_plan")
 
-    assert plan_calls(jax.checkpoint_policies.nothing_saveable) == 2
-    assert plan_calls(jax_mok.remat_policy) == 1
+    once = plan_calls(jax_mok.remat_policy)
+    assert once > 0
+    assert plan_calls(jax.checkpoint_policies.nothing_saveable) == 2 * once
 
 
 def test_tied_scores_route_alike_when_recomputed(inputs):
@@ -423,7 +424,9 @@ def test_platforms_without_kernels_are_refused_when_lowered(inputs):
         lower(layer, "cuda")
     with pytest.raises(jax_mok.MoEError, match="CPU devices and on NVIDIA GPUs only"):
         lower(layer, "tpu")
-    with pytest.raises(jax_mok.MoEError, match=r"gradients .* run on CPU devices only"):
+    with pytest.raises(
+        jax_mok.MoEError, match=r"without GPU kernels|GPU kernels (take bfloat16|need)"
+    ):
         lower(jax.grad(lambda *ops: jnp.sum(layer(*ops))), "cuda")
 
 

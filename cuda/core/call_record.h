@@ -10,8 +10,8 @@ struct CallRecord {
   uint32_t link_timeouts;
   int32_t rank;              // of the last link time-out: who waited,
   int32_t peer;              // for whom,
-  uint32_t expected;         // for which epoch of the barrier,
-  uint32_t seen;             // and which one it saw
+  uint64_t expected;         // at which epoch,
+  uint64_t seen;             // and which one that rank had shown
   uint32_t kernel_timeouts;  // waits within a kernel that expired
   uint32_t out_of_range;     // choices of experts that do not exist
   int32_t experts;           // of the last call with such choices

@@ -2,9 +2,14 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "link/arena.h"
@@ -12,11 +17,14 @@
 namespace mok {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // NCCL as XLA has loaded it: a second copy would not know XLA's communicators.
 struct Nccl {
   decltype(&ncclCommUserRank) comm_user_rank;
   decltype(&ncclMemAlloc) mem_alloc;
   decltype(&ncclCommWindowRegister) comm_window_register;
+  decltype(&ncclCommWindowDeregister) comm_window_deregister;
   decltype(&ncclMemFree) mem_free;
   decltype(&ncclGetErrorString) get_error_string;
   ncclTeam_t (*team_lsa)(ncclComm_t);  // ranks that can load and store each other's memory
@@ -36,6 +44,7 @@ const Nccl* nccl() {
         library != nullptr && look_up(library, "ncclCommUserRank", &functions.comm_user_rank) &&
         look_up(library, "ncclMemAlloc", &functions.mem_alloc) &&
         look_up(library, "ncclCommWindowRegister", &functions.comm_window_register) &&
+        look_up(library, "ncclCommWindowDeregister", &functions.comm_window_deregister) &&
         look_up(library, "ncclMemFree", &functions.mem_free) &&
         look_up(library, "ncclGetErrorString", &functions.get_error_string) &&
         look_up(library, "ncclTeamLsa", &functions.team_lsa);
@@ -50,64 +59,85 @@ __global__ void find_peers(ncclWindow_t window, int32_t ranks, char** bases) {
   }
 }
 
-std::mutex mutex;
-std::map<void*, std::vector<Arena*>>& arenas() {
-  static auto* const all = new std::map<void*, std::vector<Arena*>>;
-  return *all;
+// Where the ranks of a communicator agree about something outside a call: an arena of flags alone.
+struct Lobby {
+  std::string closed;  // why there is none
+  Arena arena{};
+  Flag own{};
+};
+
+struct Peers {
+  Lobby* lobby = nullptr;
+  std::vector<const Arena*> arenas;
+};
+
+__global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag flag) {
+  for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+    volatile Flag* const to = reinterpret_cast<Flag*>(bases[peer] + layout.flags()) + rank;
+    to->failed = flag.failed;
+    __threadfence_system();
+    to->epoch = flag.epoch;
+  }
 }
 
-const Arena* find_locked(void* communicator, const ArenaLayout& layout) {
-  const auto found = arenas().find(communicator);
-  if (found == arenas().end()) {
-    return nullptr;
-  }
-  for (const Arena* arena : found->second) {
-    if (arena->layout == layout) {
-      return arena;
-    }
-  }
-  return nullptr;
+std::mutex mutex;
+std::map<void*, Peers>& all_peers() {
+  static auto* const all = new std::map<void*, Peers>;
+  return *all;
 }
 
 std::string describe(ncclResult_t result) {
   return std::string("NCCL: ") + nccl()->get_error_string(result);
 }
 
-void give_back(Arena* arena) {
-  if (arena->own != nullptr) {
-    nccl()->mem_free(arena->own);
+std::string describe(cudaError_t status) {
+  return status == cudaSuccess ? "" : cudaGetErrorString(status);
+}
+
+void give_back(ncclComm_t comm, const Arena& arena) {
+  if (arena.window != nullptr) {
+    nccl()->comm_window_deregister(comm, static_cast<ncclWindow_t>(arena.window));
   }
-  cudaFree(arena->bases);
-  cudaFree(arena->state);
+  if (arena.own != nullptr) {
+    nccl()->mem_free(arena.own);
+  }
+  cudaFree(arena.bases);
+  cudaFree(arena.missed);
 }
 
 // Memory of a new arena: epochs and flags begin at zero. Returns what went wrong, or nothing.
-std::string take_memory(int device, cudaStream_t stream, Arena* arena) {
-  cudaError_t status = cudaSetDevice(device);
+std::string take_memory(cudaStream_t stream, Arena* arena) {
+  const int64_t bytes = arena->layout.bytes();
+  size_t free_bytes = 0, total = 0;
+  cudaError_t status = cudaMemGetInfo(&free_bytes, &total);
   if (status == cudaSuccess) {
+    const std::string advice = "it takes " + std::to_string(bytes) +
+                               " bytes outside XLA's pool, where " + std::to_string(free_bytes) +
+                               " are free: lower XLA_PYTHON_CLIENT_MEM_FRACTION, use fewer " +
+                               "tokens a device, or another MoEConfig";
+    if (static_cast<uint64_t>(bytes) > free_bytes) {
+      return "out of memory: " + advice;
+    }
     void* memory = nullptr;
-    if (const ncclResult_t result = nccl()->mem_alloc(&memory, arena->layout.bytes());
-        result != ncclSuccess) {
-      return describe(result) +
-             " (it comes from outside XLA's pool: lower "
-             "XLA_PYTHON_CLIENT_MEM_FRACTION)";
+    if (const ncclResult_t result = nccl()->mem_alloc(&memory, bytes); result != ncclSuccess) {
+      return describe(result) + " (" + advice + ")";
     }
     arena->own = static_cast<char*>(memory);
-    status = cudaMemsetAsync(memory, 0, arena->layout.bytes(), stream);
+    status = cudaMemsetAsync(memory, 0, bytes, stream);
   }
   if (status == cudaSuccess) {
     status = cudaMalloc(&arena->bases, sizeof(char*) * arena->layout.ranks);
   }
   if (status == cudaSuccess) {
-    status = cudaMalloc(&arena->state, sizeof(uint32_t) * kArenaStates);
+    status = cudaMalloc(&arena->missed, sizeof(uint64_t) * arena->layout.ranks);
   }
-  if (status == cudaSuccess) {
-    status = cudaMemsetAsync(arena->state, 0, sizeof(uint32_t) * kArenaStates, stream);
+  if (status == cudaSuccess) {  // an epoch that no rank ever shows
+    status = cudaMemsetAsync(arena->missed, 0xff, sizeof(uint64_t) * arena->layout.ranks, stream);
   }
   if (status == cudaSuccess) {
     status = cudaStreamSynchronize(stream);
   }
-  return status == cudaSuccess ? "" : cudaGetErrorString(status);
+  return describe(status);
 }
 
 // Shows the memory to the peers and finds theirs. Returns what went wrong, or nothing.
@@ -118,6 +148,7 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
   if (result != ncclSuccess) {
     return describe(result);
   }
+  arena->window = window;
   if (window == nullptr) {
     return "the GPUs have no peer-to-peer access to each other's memory";
   }
@@ -131,48 +162,167 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
   if (status == cudaSuccess) {
     status = cudaStreamSynchronize(stream);
   }
-  return status == cudaSuccess ? "" : cudaGetErrorString(status);
+  return describe(status);
+}
+
+// The lobby is so small that its memory is not agreed upon: nothing could be agreed upon without.
+// Tried once, since the other ranks may have opened it. Returns what went wrong, or nothing.
+std::string open_lobby(ncclComm_t comm, int32_t ranks, cudaStream_t stream, Lobby* lobby) {
+  lobby->arena.layout.ranks = ranks;
+  if (const ncclResult_t result = nccl()->comm_user_rank(comm, &lobby->arena.rank);
+      result != ncclSuccess) {
+    return describe(result);
+  }
+  std::string problem = take_memory(stream, &lobby->arena);
+  if (problem.empty()) {
+    problem = join_peers(comm, stream, &lobby->arena);
+  }
+  if (!problem.empty()) {
+    give_back(comm, lobby->arena);
+  }
+  return problem;
+}
+
+cudaError_t show_own(const Lobby& lobby, cudaStream_t stream) {
+  const Arena& arena = lobby.arena;
+  show_flag<<<1, 32, 0, stream>>>(arena.bases, arena.rank, arena.layout, lobby.own);
+  return cudaGetLastError();
+}
+
+cudaError_t look(const Lobby& lobby, cudaStream_t stream, std::vector<Flag>* flags) {
+  const ArenaLayout& layout = lobby.arena.layout;
+  flags->resize(layout.ranks);
+  const cudaError_t status =
+      cudaMemcpyAsync(flags->data(), lobby.arena.own + layout.flags(), sizeof(Flag) * layout.ranks,
+                      cudaMemcpyDeviceToHost, stream);
+  return status == cudaSuccess ? cudaStreamSynchronize(stream) : status;
+}
+
+// What keeps a rank that sees these flags from going on, if anything.
+std::string trouble(const std::vector<Flag>& flags, uint64_t entry, uint64_t now) {
+  for (size_t rank = 0; rank < flags.size(); ++rank) {
+    const std::string who = "rank " + std::to_string(rank);
+    if (flags[rank].epoch < now) {
+      return who + " has not reached the set-up within MoEConfig.timeout_s";
+    }
+    if (flags[rank].failed >= entry) {
+      return who + " could not go on: see its error";
+    }
+  }
+  return "";
+}
+
+// All ranks go on, or none: returns this rank's problem, or that of another, or nothing. Entry and
+// exit, as in a call: a rank whose wait has expired at the entry stops those at the exit that had
+// passed just then.
+//
+// The host polls. A collective of NCCL's to which a rank does not come could be ended only by
+// ending XLA's communicator, and a kernel that waits can keep a peer of the same process from
+// taking its memory.
+std::string agree(Lobby* lobby, uint64_t timeout_ns, cudaStream_t stream, std::string problem) {
+  cudaGetLastError();  // that of a failed allocation is not the launches'
+  Flag* const own = &lobby->own;
+  std::vector<Flag> flags;
+  cudaError_t status = look(*lobby, stream, &flags);
+  // A rank that has left agreements out joins the others in theirs. Those with a problem wait too,
+  // so that nobody who is merely later takes them for further.
+  uint64_t entry = (own->epoch + 1) | 1;
+  for (const Flag& flag : flags) {
+    entry = std::max(entry, flag.epoch | 1);
+  }
+  bool together = true;
+  for (const uint64_t now : {entry, entry + 1}) {
+    own->epoch = now;
+    own->failed = problem.empty() ? own->failed : now;
+    if (status == cudaSuccess) {
+      status = show_own(*lobby, stream);
+    }
+    const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    const auto has_come = [&](const Flag& flag) { return flag.epoch >= now; };
+    const auto poll = [&] {
+      status = look(*lobby, stream, &flags);
+      return status == cudaSuccess && !std::ranges::all_of(flags, has_come);
+    };
+    while (together && status == cudaSuccess && poll() && Clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    together = status == cudaSuccess && std::ranges::all_of(flags, has_come);
+    if (together) {
+      status = look(*lobby, stream, &flags);  // for a failure shown while others came
+    }
+    if (problem.empty()) {
+      problem = status == cudaSuccess ? trouble(flags, entry, now) : describe(status);
+    }
+  }
+  if (!problem.empty() && status == cudaSuccess) {
+    own->failed = own->epoch;
+    show_own(*lobby, stream);
+  }
+  return problem;
+}
+
+std::string make_arena(ncclComm_t comm, const ArenaLayout& layout, uint64_t timeout_ns,
+                       cudaStream_t stream, std::string problem) {
+  Lobby* lobby = nullptr;
+  {
+    const std::lock_guard lock(mutex);
+    lobby = all_peers()[comm].lobby;
+  }
+  // Not under the lock: what follows waits for the peers, some of them threads of this process.
+  if (lobby == nullptr) {
+    auto made = std::make_unique<Lobby>();
+    made->closed = open_lobby(comm, layout.ranks, stream, made.get());
+    const std::lock_guard lock(mutex);
+    lobby = all_peers()[comm].lobby = made.release();
+  }
+  if (!lobby->closed.empty()) {
+    return problem.empty() ? lobby->closed : problem;
+  }
+  auto arena = std::make_unique<Arena>();
+  arena->layout = layout;
+  arena->rank = lobby->arena.rank;
+  if (problem.empty()) {
+    problem = take_memory(stream, arena.get());
+  }
+  problem = agree(lobby, timeout_ns, stream, std::move(problem));
+  if (problem.empty()) {  // now all come to the registration, which would wait for them without end
+    problem = agree(lobby, timeout_ns, stream, join_peers(comm, stream, arena.get()));
+  }
+  if (!problem.empty()) {
+    give_back(comm, *arena);
+    return problem;
+  }
+  const std::lock_guard lock(mutex);
+  all_peers()[comm].arenas.push_back(arena.release());
+  return "";
 }
 
 }  // namespace
 
 const Arena* find_arena(void* communicator, const ArenaLayout& layout) {
   const std::lock_guard lock(mutex);
-  return find_locked(communicator, layout);
+  for (const Arena* arena : all_peers()[communicator].arenas) {
+    if (arena->layout == layout) {
+      return arena;
+    }
+  }
+  return nullptr;
 }
 
-const Arena* find_or_make_arena(void* communicator, int device, const ArenaLayout& layout,
-                                cudaStream_t stream, std::string* error) {
-  if (const Arena* arena = find_arena(communicator, layout)) {
-    return arena;
+std::string ensure_arena(void* communicator, int device, const ArenaLayout& layout,
+                         uint64_t timeout_ns, cudaStream_t stream, std::string problem) {
+  if (find_arena(communicator, layout) != nullptr) {
+    return problem;
   }
   if (nccl() == nullptr) {
-    *error = "libnccl.so.2 is not loaded or older than 2.28";
-    return nullptr;
-  }
-  // Not under the lock: registration waits for the peers, which are threads of this process or not.
-  const auto comm = static_cast<ncclComm_t>(communicator);
-  auto arena = std::make_unique<Arena>();
-  arena->layout = layout;
-  std::string problem;
-  if (const ncclResult_t result = nccl()->comm_user_rank(comm, &arena->rank);
-      result != ncclSuccess) {
-    problem = describe(result);
+    return "libnccl.so.2 is not loaded or older than 2.28";
   }
   if (problem.empty()) {
-    problem = take_memory(device, stream, arena.get());
+    problem = describe(cudaSetDevice(device));
   }
-  if (problem.empty()) {
-    problem = join_peers(comm, stream, arena.get());
-  }
-  if (!problem.empty()) {
-    give_back(arena.get());
-    *error = "making an arena of " + std::to_string(layout.bytes()) + " bytes: " + problem;
-    return nullptr;
-  }
-  const std::lock_guard lock(mutex);
-  arenas()[communicator].push_back(arena.get());
-  return arena.release();
+  problem = make_arena(static_cast<ncclComm_t>(communicator), layout, timeout_ns, stream,
+                       std::move(problem));
+  return problem.empty() ? "" : "setting up peer memory: " + problem;
 }
 
 }  // namespace mok

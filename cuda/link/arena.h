@@ -14,22 +14,23 @@ namespace mok {
 struct Arena {
   ArenaLayout layout;
   int32_t rank;
-  char** bases;     // [ranks] on the device: where each rank's arena begins
-  char* own;        // this rank's
-  uint32_t* state;  // [kArenaStates] on the device
+  char** bases;      // [ranks] on the device: where each rank's arena begins
+  char* own;         // this rank's
+  uint64_t* missed;  // [ranks] on the device: epoch at which each peer was last waited for in vain
+  void* window;      // an ncclWindow_t
 };
 
-enum ArenaState : int { kEpoch, kIsBroken, kArenaStates };
+// Makes the arena of an `ncclComm_t` for calls of one layout, unless it exists: calls of another
+// layout must not find their parts in the same place, since a rank may begin the next call while a
+// peer ends this one. Arenas are never given back: captured graphs hold their addresses.
+//
+// Collective when it has to make one: all ranks must ask for the same layouts in the same order, as
+// one program does. They then all get it or all fail, a rank that cannot even take part saying so
+// by its `problem`; waits for the stream. Returns what is wrong, or nothing.
+std::string ensure_arena(void* communicator, int device, const ArenaLayout& layout,
+                         uint64_t timeout_ns, cudaStream_t stream, std::string problem);
 
-// The arena of an `ncclComm_t` for calls of one layout: calls of another must not find their parts
-// in the same place, since a rank may begin the next call while a peer ends this one. Collective
-// when it has to make one: all ranks must ask for the same layouts in the same order, as one
-// program does. Waits for the stream then. On failure returns null and says why. Arenas are never
-// given back: captured graphs hold their addresses.
-const Arena* find_or_make_arena(void* communicator, int device, const ArenaLayout& layout,
-                                cudaStream_t stream, std::string* error);
-
-// The arena that `find_or_make_arena` has made, or null.
+// The arena that `ensure_arena` has made, or null.
 const Arena* find_arena(void* communicator, const ArenaLayout& layout);
 
 }  // namespace mok

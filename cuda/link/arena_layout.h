@@ -2,37 +2,55 @@
 
 #include <cstdint>
 
+#include "core/directions.h"
 #include "core/host_device.h"
 
 // What ranks show each other: one arena a rank, of the same layout everywhere.
 //
-//   flags  [ranks]                 uint32  epoch of the last barrier at which each peer arrived, or
-//                                          kBroken
-//   routes [ranks, tokens, top_k]  int32   expert ids of all ranks, pushed by each
-//   x      [tokens, width]         bf16    this rank's tokens, pulled by its peers
-//   slots  [tokens, top_k, width]  bf16    home slots, pushed by the experts' ranks
+//   flags     [ranks]                 Flag    where each peer stands, shown by each
+//   routes    [ranks, tokens, top_k]  int32   expert ids of all ranks, pushed by each
+// then for a dispatch that pulls, or pushes,
+//   x         [tokens, width]         bf16    this rank's tokens, pulled by its peers
+//   received  [ranks, tokens, width]  bf16    the peers' tokens, pushed by each; the own are unused
+// and for a combine that pushes, or pulls,
+//   slots     [tokens, top_k, width]  bf16    home slots, pushed by the experts' ranks
+//   outputs   [output_rows, width]    bf16    rows of this rank's experts, pulled by the home ranks
 //
-// bytes = 4·ranks + 4·ranks·tokens·top_k + 2·tokens·width·(1 + top_k), each part rounded up to 256.
+// bytes = 16·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) +
+//         2·width·(choices or output_rows), each part rounded up to 256.
 namespace mok {
 
-// What a rank whose wait has expired shows its peers from then on.
-constexpr uint32_t kBroken = 0xffffffff;
+// Where a rank stands. Barriers are numbered from 1 by their epoch, two a call: entry, then exit.
+struct Flag {
+  uint64_t epoch;   // of the last barrier to which it has come
+  uint64_t failed;  // of the last barrier that it has not passed
+};
 
 struct ArenaLayout {
   int32_t ranks;
   int64_t choices;  // tokens * top_k
   int64_t tokens;
   int64_t width;
+  Directions directions;
+  int64_t output_rows;  // rows that a rank may have to take; 0 if combine pushes
 
   bool operator==(const ArenaLayout&) const = default;
 
   MOK_HOST_DEVICE static int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
   MOK_HOST_DEVICE int64_t flags() const { return 0; }
-  MOK_HOST_DEVICE int64_t routes() const { return flags() + align(4 * int64_t{ranks}); }
-  MOK_HOST_DEVICE int64_t x() const { return routes() + align(4 * ranks * choices); }
-  MOK_HOST_DEVICE int64_t slots() const { return x() + align(2 * tokens * width); }
-  MOK_HOST_DEVICE int64_t bytes() const { return slots() + align(2 * choices * width); }
+  MOK_HOST_DEVICE int64_t routes() const { return flags() + align(int64_t{sizeof(Flag)} * ranks); }
+  // x or received.
+  MOK_HOST_DEVICE int64_t dispatch() const { return routes() + align(4 * ranks * choices); }
+  // slots or outputs.
+  MOK_HOST_DEVICE int64_t combine() const {
+    const int64_t rows = directions.dispatch_push ? ranks * tokens : tokens;
+    return dispatch() + align(2 * rows * width);
+  }
+  MOK_HOST_DEVICE int64_t bytes() const {
+    const int64_t rows = directions.combine_push ? choices : output_rows;
+    return combine() + align(2 * rows * width);
+  }
 };
 
 }  // namespace mok

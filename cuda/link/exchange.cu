@@ -4,6 +4,8 @@
 namespace mok {
 namespace {
 
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = ~0u;
 constexpr int kThreads = 512;
 constexpr int kCopyBlocks = 264;
 constexpr int kBarrierThreads = 128;
@@ -19,8 +21,48 @@ __device__ void copy(void* to, const void* from, int64_t bytes, int64_t thread, 
   }
 }
 
-__global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, const int32_t* ids,
-                               const void* x) {
+// The peer to which the k-th of a token's choices sends it: its expert's rank, unless that is the
+// token's own or an earlier choice has sent it there. -1 for none.
+__device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const int32_t* ids, int32_t k) {
+  const auto owner = [&](int32_t choice) {
+    const int32_t id = ids[choice];
+    return plan.is_expert(id) ? plan.owner(id) : -1;
+  };
+  const int32_t peer = owner(k);
+  if (peer == rank) {
+    return -1;
+  }
+  for (int32_t earlier = 0; earlier < k; ++earlier) {
+    if (owner(earlier) == peer) {
+      return -1;
+    }
+  }
+  return peer;
+}
+
+// A warp takes a token, its lanes first the choices, then the bytes.
+__device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layout,
+                            const PlanShape& plan, const int32_t* ids, const void* x, int64_t warp,
+                            int64_t warps) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row_bytes = 2 * layout.width;
+  for (int64_t token = warp; token < layout.tokens; token += warps) {
+    const char* const from = static_cast<const char*>(x) + token * row_bytes;
+    const int64_t to = layout.dispatch() + (rank * layout.tokens + token) * row_bytes;
+    for (int32_t first = 0; first < plan.top_k; first += kWarp) {
+      const int32_t k = first + lane;
+      const int32_t receiver =
+          k < plan.top_k ? receiver_of(plan, rank, ids + token * plan.top_k, k) : -1;
+      for (unsigned left = __ballot_sync(kAllLanes, receiver >= 0); left != 0; left &= left - 1) {
+        const int32_t peer = __shfl_sync(kAllLanes, receiver, __ffs(left) - 1);
+        copy(bases[peer] + to, from, row_bytes, lane, kWarp);
+      }
+    }
+  }
+}
+
+__global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
+                               const int32_t* ids, const void* x) {
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
   for (int64_t i = thread; i < layout.choices; i += threads) {
@@ -29,7 +71,11 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, c
       reinterpret_cast<int32_t*>(bases[peer] + layout.routes())[rank * layout.choices + i] = id;
     }
   }
-  copy(bases[rank] + layout.x(), x, 2 * layout.tokens * layout.width, thread, threads);
+  if (layout.directions.dispatch_push) {
+    push_tokens(bases, rank, layout, plan, ids, x, thread / kWarp, threads / kWarp);
+  } else {
+    copy(bases[rank] + layout.dispatch(), x, 2 * layout.tokens * layout.width, thread, threads);
+  }
 }
 
 __device__ uint64_t nanoseconds() {
@@ -38,109 +84,150 @@ __device__ uint64_t nanoseconds() {
   return now;
 }
 
-__device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint32_t value) {
+__device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
+  return reinterpret_cast<Flag*>(base + layout.flags());
+}
+
+__device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint64_t Flag::* word,
+                     uint64_t value) {
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
-    uint32_t* const flag = reinterpret_cast<uint32_t*>(bases[peer] + layout.flags()) + rank;
+    uint64_t* const to = &(flags_of(bases[peer], layout)[rank].*word);
     asm volatile("fence.acq_rel.sys;" ::: "memory");
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
 }
 
-__global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, uint32_t* state,
-                               uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
-                               CallRecord* record) {
+__device__ uint64_t look(const uint64_t* word) {
+  uint64_t seen;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(word) : "memory");
+  return seen;
+}
+
+// Why calls after a failed one are right, as long as every rank runs every call:
+//
+// Epochs count barriers, passed or not, so all ranks give a call the same ones. A late rank finds
+// that others have failed in the call it comes to, so it fails without a wait and catches up.
+//
+// A rank pushes output rows only after it has passed a call's entry and before it shows the next
+// one's. So nobody's slots change before it has come to the entry, done with those of the call
+// before; and what a late rank pushes has landed when the others pass the next entry.
+//
+// Likewise for output rows that are pulled: a rank writes its own only after it has passed an
+// entry, to which all have come, done with pulling those of the call before. No third meeting is
+// needed. Whoever has not passed the exit may pull rows that are being written, and drops them.
+//
+// A rank overwrites what peers read during a call, its routes and tokens (in its own arena, or
+// pushed to theirs), only after it has seen all at the exit or has shown that it failed. So whoever
+// has seen all at the exit, and then sees no failure, knows that every rank has worked with this
+// call's tokens and routes alone. A late rank in whose kernel the tokens of a peer's next call
+// arrive finds at the exit that this peer has failed: the peer has shown it before it pushed them.
+__global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, Meeting meeting,
+                               uint64_t* missed, uint64_t timeout_ns, const int32_t* kernel_failed,
+                               int32_t* failed, CallRecord* record) {
   __shared__ int32_t missing;  // the lowest peer that has not come or has failed
-  const bool was_broken = state[kIsBroken] != 0 || *kernel_failed != 0;
-  const uint32_t now = state[kEpoch] + 1;
+  const Flag* const flags = flags_of(bases[rank], layout);
+  const uint64_t last = flags[rank].epoch;
+  const uint64_t now = meeting == Meeting::kEntry ? (last + 1) | 1 : (last | 1) + 1;
+  const uint64_t entry = (now - 1) | 1;
+  const bool had_failed = *failed != 0 || *kernel_failed != 0;
   const uint64_t deadline = nanoseconds() + timeout_ns;
   if (threadIdx.x == 0) {
     missing = layout.ranks;
   }
   __syncthreads();
-  show(bases, rank, layout, was_broken ? kBroken : now);
-  const auto flag_of = [&](int32_t peer) {
-    return reinterpret_cast<const uint32_t*>(bases[rank] + layout.flags()) + peer;
-  };
-  const auto look = [&](int32_t peer) {
-    uint32_t seen;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                 : "=r"(seen)
-                 : "l"(flag_of(peer))
-                 : "memory");
-    return seen;
-  };
-  const auto has_come = [&](uint32_t seen) {
-    return seen != kBroken && static_cast<int32_t>(seen - now) >= 0;
-  };
-  for (int32_t peer = threadIdx.x; peer < layout.ranks && !was_broken; peer += blockDim.x) {
-    uint32_t seen = look(peer);
-    while (!has_come(seen) && seen != kBroken && nanoseconds() <= deadline) {
-      seen = look(peer);
+  if (had_failed) {  // shown first, so that nobody passes who sees this rank come
+    show(bases, rank, layout, &Flag::failed, now);
+  }
+  show(bases, rank, layout, &Flag::epoch, now);
+  if (had_failed) {
+    return;
+  }
+  for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+    uint64_t seen = look(&flags[peer].epoch);
+    while (seen < now && seen != missed[peer] && nanoseconds() <= deadline) {
+      seen = look(&flags[peer].epoch);
     }
-    if (!has_come(seen)) {
+    if (seen < now) {
+      missed[peer] = seen;
       atomicMin(&missing, peer);
     }
   }
   __syncthreads();
-  if (was_broken || missing < layout.ranks) {
-    show(bases, rank, layout, kBroken);
-    if (threadIdx.x == 0) {
-      *failed = 1;
-      state[kIsBroken] = 1;
-      if (!was_broken) {
-        record->rank = rank;
-        record->peer = missing;
-        record->expected = now;
-        record->seen = look(missing);
-        __threadfence_system();
-      }
-      atomicAdd_system(&record->link_timeouts, 1u);
+  for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+    if (look(&flags[peer].failed) >= entry) {
+      atomicMin(&missing, peer);
     }
   }
+  __syncthreads();
+  if (missing == layout.ranks) {
+    return;
+  }
+  show(bases, rank, layout, &Flag::failed, now);
   if (threadIdx.x == 0) {
-    state[kEpoch] = now;
+    *failed = 1;
+    record->rank = rank;
+    record->peer = missing;
+    record->expected = now;
+    record->seen = look(&flags[missing].epoch);
+    __threadfence_system();
+    atomicAdd_system(&record->link_timeouts, 1u);
   }
 }
 
-// Rank after rank from the right neighbour on, so that at any moment the ranks pull from different
-// peers.
-__global__ void pull_tokens_kernel(char** bases, int32_t rank, ArenaLayout layout, char* received,
-                                   int32_t* routes) {
-  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  const int64_t threads = gridDim.x * int64_t{blockDim.x};
-  copy(routes, bases[rank] + layout.routes(), 4 * layout.ranks * layout.choices, thread, threads);
-  const int64_t bytes = 2 * layout.tokens * layout.width;
-  for (int32_t step = 1; step < layout.ranks; ++step) {
-    const int32_t peer = (rank + step) % layout.ranks;
-    copy(received + peer * bytes, bases[peer] + layout.x(), bytes, thread, threads);
+__global__ void copy_routes_kernel(char** bases, int32_t rank, ArenaLayout layout,
+                                   const int32_t* failed, int32_t* routes) {
+  const bool has_failed = *failed != 0;
+  const auto* const from = reinterpret_cast<const int32_t*>(bases[rank] + layout.routes());
+  const int64_t count = layout.ranks * layout.choices;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += gridDim.x * int64_t{blockDim.x}) {
+    routes[i] = has_failed ? kMaskedChoice : from[i];
+  }
+}
+
+__global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64_t count) {
+  if (*failed == 0) {
+    return;
+  }
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += gridDim.x * int64_t{blockDim.x}) {
+    routes[i] = kMaskedChoice;
   }
 }
 
 }  // namespace
 
-cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const int32_t* ids,
-                    const void* x, cudaStream_t stream) {
-  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, ids, x);
+cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
+                    const int32_t* ids, const void* x, cudaStream_t stream) {
+  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan, ids,
+                                                       x);
   return cudaGetLastError();
 }
 
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, uint64_t timeout_ns,
-                    const int32_t* kernel_failed, int32_t* failed, CallRecord* record,
-                    cudaStream_t stream) {
-  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, arena.state,
-                                                    timeout_ns, kernel_failed, failed, record);
+cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
+                    uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
+                    CallRecord* record, cudaStream_t stream) {
+  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, meeting,
+                                                    arena.missed, timeout_ns, kernel_failed, failed,
+                                                    record);
   return cudaGetLastError();
 }
 
-cudaError_t pull_tokens(const Arena& arena, const ArenaLayout& layout, void* received,
+cudaError_t copy_routes(const Arena& arena, const ArenaLayout& layout, const int32_t* failed,
                         int32_t* routes, cudaStream_t stream) {
-  pull_tokens_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout,
-                                                           static_cast<char*>(received), routes);
+  copy_routes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, failed,
+                                                           routes);
+  return cudaGetLastError();
+}
+
+cudaError_t mask_routes_if(const int32_t* failed, int32_t* routes, int64_t count,
+                           cudaStream_t stream) {
+  mask_routes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(failed, routes, count);
   return cudaGetLastError();
 }
 
 cudaError_t load_exchange() {
-  return load_kernels(publish_kernel, barrier_kernel, pull_tokens_kernel);
+  return load_kernels(publish_kernel, barrier_kernel, copy_routes_kernel, mask_routes_kernel);
 }
 
 }  // namespace mok

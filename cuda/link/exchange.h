@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/call_record.h"
+#include "core/plan.h"
 #include "link/arena.h"
 #include "link/arena_layout.h"
 
@@ -12,24 +13,37 @@
 // bound; it is one block, so it cannot keep a collective of another library from its SMs.
 namespace mok {
 
-// Pushes this rank's routes to all ranks, and shows them its tokens.
-cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const int32_t* ids,
-                    const void* x, cudaStream_t stream);
+// Pushes this rank's routes to all ranks, and shows them its tokens; or, if that is the layout's
+// direction, pushes each token to the peers whose experts it has chosen, once to each. `x` may be
+// null if the layout has no width.
+cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
+                    const int32_t* ids, const void* x, cudaStream_t stream);
+
+// Each call has both, whether the entry is passed or not.
+enum class Meeting { kEntry, kExit };
 
 // Returns when all ranks have come; everything that this rank's stream has done before is then
-// visible to the others. If one has not come when the time-out expires, or has failed itself, sets
-// *failed and adds to the record. An arena in which that has happened stays broken, on all ranks: a
-// rank that comes late cannot know what the others have done in the meantime. The same if
-// *kernel_failed is set already.
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, uint64_t timeout_ns,
-                    const int32_t* kernel_failed, int32_t* failed, CallRecord* record,
-                    cudaStream_t stream);
+// visible to the others. If one has not come when the time-out expires, or has failed in this call,
+// sets *failed and adds to the record: the call has no results on this rank. A call that has
+// *failed or *kernel_failed set already waits for nobody, and fails on all ranks.
+//
+// Later calls are right again once every rank has come to as many; a rank that has left one out
+// fails for ever, as do its peers. A rank that was waited for in vain is not waited for again until
+// it has moved.
+cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
+                    uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
+                    CallRecord* record, cudaStream_t stream);
 
-// Pulls the peers' tokens, received[rank] being [tokens, width] and this rank's own part left
-// alone, and takes a copy of all routes, [ranks, tokens, top_k]: whatever a late rank may do to the
-// arena, the kernels of this call see one set of routes.
-cudaError_t pull_tokens(const Arena& arena, const ArenaLayout& layout, void* received,
+// Takes a copy of all routes, [ranks, tokens, top_k]: whatever a late rank may do to the arena, the
+// kernels of this call see one set of routes. If *failed, all choices are masked: a rank that has
+// not passed the entry must not push.
+cudaError_t copy_routes(const Arena& arena, const ArenaLayout& layout, const int32_t* failed,
                         int32_t* routes, cudaStream_t stream);
+
+// Masks all of a call's routes, int32 [count], if *failed: ranks that have not met know nothing of
+// each other.
+cudaError_t mask_routes_if(const int32_t* failed, int32_t* routes, int64_t count,
+                           cudaStream_t stream);
 
 // Loads the kernels onto the current device.
 cudaError_t load_exchange();

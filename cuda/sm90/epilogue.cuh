@@ -3,6 +3,7 @@
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 
@@ -20,31 +21,56 @@ __device__ inline float silu(float gate) {
   return __fmul_rn(gate, quotient);
 }
 
-__device__ inline float swiglu(float gate, float up, float clamp) {
+// The pre-activations are rounded to bf16 first, so that keeping them and computing them anew give
+// the same bits. Rounding never crosses the clamp: whether the gradient is cut off is decided alike
+// before and after it.
+__device__ inline float keep_side_of_clamp(float value, const Clamp& clamp) {
+  return value < clamp.limit ? fminf(value, clamp.below)
+                             : (value < clamp.not_below ? clamp.not_below : value);
+}
+
+__device__ inline uint32_t round_gates(float low, float high, const Clamp& clamp) {
+  if (clamp.is_finite()) {
+    low = keep_side_of_clamp(low, clamp);
+    high = keep_side_of_clamp(high, clamp);
+  }
+  return pack_bf16(low, high);
+}
+
+__device__ inline uint32_t round_ups(float low, float high, const Clamp& clamp) {
+  if (clamp.is_finite()) {
+    low = copysignf(keep_side_of_clamp(fabsf(low), clamp), low);
+    high = copysignf(keep_side_of_clamp(fabsf(high), clamp), high);
+  }
+  return pack_bf16(low, high);
+}
+
+__device__ inline float swiglu(float gate, float up, float limit) {
   // Written so that a NaN stays one.
-  gate = gate > clamp ? clamp : gate;
-  up = up > clamp ? clamp : (up < -clamp ? -clamp : up);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : (up < -limit ? -limit : up);
   return __fmul_rn(silu(gate), up);
 }
 
-// Writes a warp's 16 rows of a panel, 128 bytes each, in the 128-byte swizzle. `value(i)` is the
-// i-th of this thread's accumulators of the panel.
-template <typename Value>
-__device__ void stage_panel(Element* buffer, const Value& value) {
+__device__ inline uint32_t swiglu_pair(uint32_t gates, uint32_t ups, float limit) {
+  return pack_bf16(swiglu(low_bf16(gates), low_bf16(ups), limit),
+                   swiglu(high_bf16(gates), high_bf16(ups), limit));
+}
+
+// 16 columns of a warp's 16 rows: what a thread holds of them, and what one instruction stages.
+constexpr int kGroupColumns = 16;
+constexpr int kPanelGroups = kPanelColumns / kGroupColumns;
+constexpr int kGroupWords = kGroupColumns * kWarpRows / kWarp / 2;  // of two bf16
+
+// Writes a group of a panel to a warp's staging buffer, rows of 128 bytes in the 128-byte swizzle.
+__device__ inline void stage_group(Element* buffer, int group,
+                                   const uint32_t (&words)[kGroupWords]) {
   const int lane = threadIdx.x % kWarp;
   const int row = lane % kWarpRows;
-#pragma unroll
-  for (int pair = 0; pair < kPanelAccumulators / 8; ++pair) {
-    uint32_t packed[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      packed[i] = pack_bf16(value(pair * 8 + i * 2), value(pair * 8 + i * 2 + 1));
-    }
-    const int eighth = (pair * 2 + lane / kWarpRows) ^ (row % 8);
-    auto* const address =
-        reinterpret_cast<cute::uint128_t*>(buffer + row * kPanelColumns + eighth * 8);
-    cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], *address);
-  }
+  const int eighth = (group * 2 + lane / kWarpRows) ^ (row % 8);
+  auto* const address =
+      reinterpret_cast<cute::uint128_t*>(buffer + row * kPanelColumns + eighth * 8);
+  cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3], *address);
 }
 
 // Sends a staged panel of hidden rows to the ring. All lanes call it.

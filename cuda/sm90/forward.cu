@@ -6,12 +6,14 @@
 #include "sm90/forward.h"
 #include "sm90/load.cuh"
 #include "sm90/multiply.cuh"
+#include "sm90/pull.cuh"
+#include "sm90/schedule.cuh"
 
 namespace mok::sm90 {
 namespace {
 
-// setmaxnreg: 168 registers a thread at entry, moved from the loading to the multiplying threads.
-constexpr int kLoaderRegisters = 72;
+// setmaxnreg: 168 registers a thread at entry, moved to the threads that multiply.
+constexpr int kFeederRegisters = 72;
 constexpr int kMultiplierRegisters = 216;
 
 // One of the two warpgroups that multiply.
@@ -28,44 +30,49 @@ class Multiplier {
         lane_(threadIdx.x % kWarp),
         watch_{global_nanoseconds() + params.timeout_ns} {}
 
-  __device__ void run(int first_item, int stride) {
-    const int count = *params_.item_count;
-    int item_index = 0;
-    for (int i = first_item; i < count; i += stride) {
-      await_stage();
+  __device__ void run() {
+    AssignmentCursor cursor;
+    while (true) {
+      await(shared_.assigned[cursor.index], cursor.parity);
+      // All threads of a warpgroup stop at the same item, because its products need all of them.
       // Whoever has not waited to the end may not read what is in shared memory.
-      const WorkItem item = watch_.late ? params_.items[i] : shared_.items[item_index];
-      item_index = (item_index + 1) % kItems;
-      const int parts = parts_of(item, params_.gate_up_columns, params_.down_columns, kCluster);
-#pragma unroll 1
-      for (int part = 0; part < parts; ++part) {
-        if (part > 0) {
-          await_stage();
-        }
-        const BlockWork work = block_work(item, kCluster, block_, part);
-        float accumulators[kAccumulators];
-        multiply_tiles(work, accumulators);
-        if (work.product == Product::kGateUp) {
-          store_gate_up(work, accumulators);
-        } else {
-          push_down(work, accumulators);
-        }
+      if (any_of_warpgroup(1 + half_, watch_.late)) {
+        *params_.fault = 1;
+        break;
       }
+      const Assignment& assignment = shared_.assignments[cursor.index];
+      const WorkItem item = assignment.item;
+      if (item.flags & WorkItem::kStopFlag) {
+        break;
+      }
+      const BlockWork work = block_work(item, block_);
+      if (work.product == Product::kGateUp) {
+        __syncwarp();
+        arrive_in_cluster<kCluster>(shared_.taken[cursor.index]);
+      }
+      await(shared_.full[cursor_.index], cursor_.parity);
+      float accumulators[kAccumulators];
+      multiply_tiles(work, accumulators);
+      if (work.product == Product::kGateUp) {
+        store_gate_up(work, accumulators);
+      } else {
+        Element* rows[kStores];
+        read_homes(work, assignment, rows);
+        arrive_in_cluster<kCluster>(shared_.taken[cursor.index]);
+        push_down(work, rows, accumulators);
+      }
+      cursor.advance();
     }
     announce_hidden();
-    if (watch_.late) {
-      *params_.fault = 1;
-    }
   }
 
  private:
-  // Waits for the first stage of an item. Whatever it takes to fill it may depend on the hidden
-  // rows that have not been announced.
-  __device__ void await_stage() {
-    const TransactionBarrier& full = shared_.full[cursor_.index];
-    if (!__all_sync(~0u, full.test_wait(cursor_.parity))) {
+  // Waits for an item or its first stage. Whatever it takes may depend on the hidden rows that have
+  // not been announced.
+  __device__ void await(const Barrier& barrier, uint32_t parity) {
+    if (!__all_sync(kAllLanes, barrier.test_wait(parity))) {
       announce_hidden();
-      wait(full, cursor_.parity, watch_);
+      wait(barrier, parity, watch_);
     }
   }
 
@@ -100,12 +107,27 @@ class Multiplier {
 #pragma unroll
     for (int panel = 0; panel < kPanels / 2; ++panel) {
       if (panel == 0 || two_tiles) {
+        const int panel_column = column + panel * kPanelColumns;
         Element* const buffer = staging(panel);
-        stage_panel(buffer, [&](int i) {
-          const int gate = panel * 2 * kPanelAccumulators + i;
-          return swiglu(accumulators[gate], accumulators[gate + kPanelAccumulators], params_.clamp);
-        });
-        store_hidden(&params_.hidden_warps, buffer, column + panel * kPanelColumns, ring_row);
+        uint4* const saved = saved_place(tile, panel_column);
+#pragma unroll
+        for (int group = 0; group < kPanelGroups; ++group) {
+          uint32_t gates[kGroupWords], ups[kGroupWords], hidden[kGroupWords];
+#pragma unroll
+          for (int i = 0; i < kGroupWords; ++i) {
+            const float* const gate =
+                accumulators + (panel * 2 * kPanelGroups + group) * kGroupWords * 2 + i * 2;
+            const float* const up = gate + kPanelAccumulators;
+            gates[i] = round_gates(gate[0], gate[1], params_.clamp);
+            ups[i] = round_ups(up[0], up[1], params_.clamp);
+            hidden[i] = swiglu_pair(gates[i], ups[i], params_.clamp.limit);
+          }
+          stage_group(buffer, group, hidden);
+          if (saved != nullptr) {
+            save_group(saved, group, gates, ups);
+          }
+        }
+        store_hidden(&params_.hidden_warps, buffer, panel_column, ring_row);
       }
     }
     unannounced_ = params_.hidden_ready + tile;
@@ -113,10 +135,9 @@ class Multiplier {
     unannounced_warps_ = two_tiles ? 2 : 1;
   }
 
-  __device__ void push_down(const BlockWork& work, const float (&accumulators)[kAccumulators]) {
+  __device__ void push_down(const BlockWork& work, Element* const (&rows)[kStores],
+                            const float (&accumulators)[kAccumulators]) {
     const bool two_tiles = work.tiles == kBlockTiles;
-    Element* rows[kStores];
-    read_homes(two_tiles ? half_ * kTileRows : 0, rows);
     if (work.column_block >= params_.down_columns) {
       return;
     }
@@ -129,26 +150,51 @@ class Multiplier {
       const int panel_column = column + panel * kPanelColumns;
       if ((panel < kPanels / 2 || two_tiles) && panel_column < params_.hidden) {
         Element* const buffer = staging(panel % kStagingBuffers);
-        stage_panel(buffer, [&](int i) { return accumulators[panel * kPanelAccumulators + i]; });
+#pragma unroll
+        for (int group = 0; group < kPanelGroups; ++group) {
+          uint32_t words[kGroupWords];
+#pragma unroll
+          for (int i = 0; i < kGroupWords; ++i) {
+            const float* const value =
+                accumulators + (panel * kPanelGroups + group) * kGroupWords * 2 + i * 2;
+            words[i] = pack_bf16(value[0], value[1]);
+          }
+          stage_group(buffer, group, words);
+        }
         push_rows(buffer, panel_column, rows);
       }
     }
     __syncwarp();
   }
 
+  // Where this thread keeps its pre-activations of 64 columns; null if it does not.
+  __device__ uint4* saved_place(int tile, int column) const {
+    if (tile >= params_.saved_tiles || column >= params_.inner) {
+      return nullptr;
+    }
+    constexpr int kPanelVectors = kTileRows * kPanelColumns / 8;
+    const int64_t panel = int64_t{tile} * (params_.inner / kPanelColumns) + column / kPanelColumns;
+    return reinterpret_cast<uint4*>(params_.saved) + panel * 2 * kPanelVectors +
+           warp_ * kPanelGroups * kWarp + lane_;
+  }
+
+  __device__ static void save_group(uint4* place, int group, const uint32_t (&gates)[kGroupWords],
+                                    const uint32_t (&ups)[kGroupWords]) {
+    constexpr int kPanelVectors = kTileRows * kPanelColumns / 8;
+    __stcs(place + group * kWarp, {gates[0], gates[1], gates[2], gates[3]});
+    __stcs(place + kPanelVectors + group * kWarp, {ups[0], ups[1], ups[2], ups[3]});
+  }
+
   // Where the rows go that this thread will store.
-  __device__ void read_homes(int first_row, Element* (&rows)[kStores]) {
-    Element* const* const homes =
-        shared_.homes[home_cursor_.index] + first_row + warp_ * kWarpRows + lane_ / 8;
+  __device__ void read_homes(const BlockWork& work, const Assignment& assignment,
+                             Element* (&rows)[kStores]) const {
+    const int first_row = work.tiles == kBlockTiles ? half_ * kTileRows : 0;
+    Element* const* const homes = assignment.rows + first_row + warp_ * kWarpRows + lane_ / 8;
 #pragma unroll
     for (int i = 0; i < kStores; ++i) {
       rows[i] = watch_.late ? nullptr : homes[i * kRowsPerStore];
     }
     __syncwarp();
-    if (lane_ == 0) {
-      shared_.homes_read[home_cursor_.index].arrive();
-    }
-    home_cursor_.advance();
   }
 
   // Tells the readers of the last hidden rows that these have arrived. Put off until there is
@@ -185,11 +231,15 @@ class Multiplier {
   const int warp_;
   const int lane_;
   StageCursor cursor_;
-  HomeCursor home_cursor_;
   Watch watch_;
   uint32_t* unannounced_ = nullptr;
   uint32_t unannounced_warps_ = 0;
 };
+
+// Warps of the first warpgroup by role; the others multiply.
+constexpr int kScheduler = 0;
+constexpr int kPuller = 1;
+constexpr int kFirstLoader = 2;
 
 template <int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -202,8 +252,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.full[stage].init(kFillArrivals);
       shared.empty[stage].init(kConsumerWarps * kCluster);
     }
-    for (int home = 0; home < kHomes; ++home) {
-      shared.homes_read[home].init(kConsumerWarps);
+    for (int i = 0; i < kAssignments; ++i) {
+      shared.claimed[i].init(1);
+      shared.assigned[i].init(1);
+      shared.taken[i].init((kLoadWarps + kConsumerWarps) * kCluster);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -213,15 +265,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     cute::cluster_sync();
   }
 
-  const int first_item = blockIdx.x / kCluster;
-  const int stride = gridDim.x / kCluster;
   const int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-    Loader<kCluster>(params, shared, block_in_cluster).run(first_item, stride);
+    cutlass::arch::warpgroup_reg_dealloc<kFeederRegisters>();
+    const int warp = cutlass::canonical_warp_idx_sync();
+    if (warp == kScheduler) {
+      Scheduler<kCluster>(params, shared, block_in_cluster).run();
+    } else if (warp == kPuller) {
+      pull_tokens(params, blockIdx.x, gridDim.x);
+    } else {
+      Loader<kCluster>(params, shared, block_in_cluster, warp - kFirstLoader).run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kMultiplierRegisters>();
-    Multiplier<kCluster>(params, shared, block_in_cluster, warpgroup - 1).run(first_item, stride);
+    Multiplier<kCluster>(params, shared, block_in_cluster, warpgroup - 1).run();
   }
 
   // No block may end while another can still write to its shared memory. After a fault copies may

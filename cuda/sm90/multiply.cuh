@@ -42,7 +42,6 @@ __device__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watc
   const auto slice = mma.get_slice(0);
   const auto layout_c = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kColumns>>{}).layout();
   auto c = make_tensor(&accumulators[0], layout_c);
-  const int lane = threadIdx.x % kWarp;
 
   const auto issue = [&] {
     fence_proxies_of_gather();
@@ -60,11 +59,7 @@ __device__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watc
     }
     warpgroup_commit_batch();
   };
-  const auto release = [&](int stage) {
-    if (lane < kCluster) {
-      kCluster == 1 ? shared.empty[stage].arrive() : shared.empty[stage].arrive(lane);
-    }
-  };
+  const auto release = [&](int stage) { arrive_in_cluster<kCluster>(shared.empty[stage]); };
 
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   issue();

@@ -5,43 +5,57 @@
 #include <cstdint>
 
 #include "sm90/tile.h"
+#include "sm90/warp.cuh"
 #include "sm90/watch.cuh"
 #include "sm90/work.h"
 
-// Shared memory and who may touch it when: a ring of stages between the loading warpgroup and the
-// two that multiply.
+// Shared memory and who may touch it when: assignments from the scheduling warp to all others, and
+// a ring of stages between the loading warps and the warpgroups that multiply.
 namespace mok::sm90 {
 
 using Element = cutlass::bfloat16_t;
 
-constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
-constexpr int kConsumerWarps = kBlockTiles * kWarpgroup / kWarp;
+constexpr int kWarpgroupWarps = kWarpgroup / kWarp;
+constexpr int kConsumerWarps = kBlockTiles * kWarpgroupWarps;
+constexpr int kLoadWarps = 2;
 constexpr int kThreads = (1 + kBlockTiles) * kWarpgroup;
 constexpr int kStagingBuffers = 2;  // per warp, so that a panel is packed while one is stored
 
 // Arrivals that fill a stage: one thread announces the bytes of the tensor copies, and every
 // loading thread its own copies of gathered rows.
-constexpr int kFillArrivals = 1 + kWarpgroup;
+constexpr int kFillArrivals = 1 + kLoadWarps * kWarp;
 
-// An item is written before its first stage is filled and read once that has happened. With a stage
-// to an item the loading warpgroup is at most as many items ahead as there are stages.
-constexpr int kItems = 2 * kStages;
+// Assignments under way: the one being multiplied and the next.
+constexpr int kAssignments = 2;
 
-// Home rows of two parts of items: of one whose outputs are being pushed and of the next.
-constexpr int kHomes = 2;
+struct Assignment {
+  WorkItem item;
+  Element* rows[kBlockRows];  // where they begin: tokens or home slots; null for padding
+};
 
 struct alignas(1024) SharedStorage {
   Element a[kStages][kBlockRows * kBlockDepth];
   Element b[kStages][kPanels][kBlockDepth * kPanelColumns];
   Element staging[kConsumerWarps][kStagingBuffers][kWarpRows * kPanelColumns];
-  WorkItem items[kItems];
-  Element* homes[kHomes][kBlockRows];
+  Assignment assignments[kAssignments];
+  uint32_t claims[kAssignments];  // positions in the work list
+  alignas(8) TransactionBarrier claimed[kAssignments];
+  alignas(8) Barrier assigned[kAssignments];
+  alignas(8) Barrier taken[kAssignments];  // nobody in the cluster needs the assignment any more
   alignas(8) TransactionBarrier full[kStages];
   alignas(8) Barrier empty[kStages];
-  alignas(8) Barrier homes_read[kHomes];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+// A warp's arrival at the same barrier of every block of the cluster. All lanes call it.
+template <int kCluster>
+__device__ void arrive_in_cluster(const Barrier& barrier) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane < kCluster) {
+    kCluster == 1 ? barrier.arrive() : barrier.arrive(lane);
+  }
+}
 
 // Position in a ring of buffers; the parity tells the rounds apart.
 template <int kSize>
@@ -57,6 +71,6 @@ struct RingCursor {
   }
 };
 using StageCursor = RingCursor<kStages>;
-using HomeCursor = RingCursor<kHomes>;
+using AssignmentCursor = RingCursor<kAssignments>;
 
 }  // namespace mok::sm90

@@ -2,6 +2,7 @@
 
 #include "link/load_kernels.h"
 #include "sm90/plan.h"
+#include "sm90/tile.h"
 #include "sm90/warp.cuh"
 
 // A stable counting sort of choices by expert. Each block takes a contiguous segment of the
@@ -36,9 +37,8 @@ __host__ __device__ int32_t bins_of(const PlanShape& shape) { return shape.exper
 struct PlanCall {
   PlanShape shape;
   int32_t rank;
-  const int32_t* routes;
+  PlanSource source;
   PlanTables tables;
-  int32_t* segment_counts;  // [segments, bins]
   Segments segments;
 
   __device__ int64_t choices() const { return shape.ranks * shape.choices(); }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) count_choices(const PlanCall call) {
   __syncthreads();
   const int64_t end = call.begin(blockIdx.x + 1);
   for (int64_t choice = call.begin(blockIdx.x) + threadIdx.x; choice < end; choice += kThreads) {
-    const int32_t id = call.routes[choice];
+    const int32_t id = call.source.routes[choice];
     if (call.shape.is_expert(id)) {
       atomicAdd(counts + id, 1);
     } else if (call.is_own(choice)) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) count_choices(const PlanCall call) {
   }
   __syncthreads();
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
-    call.segment_counts[static_cast<int64_t>(blockIdx.x) * bins + bin] = counts[bin];
+    call.source.scratch[static_cast<int64_t>(blockIdx.x) * bins + bin] = counts[bin];
   }
 }
 
@@ -107,7 +107,7 @@ __device__ void sum_segments(const PlanCall& call, const PlaceShared& shared) {
     int32_t all = 0;
 #pragma unroll 8
     for (int segment = team; segment < call.segments.count; segment += teams) {
-      const int32_t count = call.segment_counts[static_cast<int64_t>(segment) * bins + bin];
+      const int32_t count = call.source.scratch[static_cast<int64_t>(segment) * bins + bin];
       all += count;
       before += segment < mine ? count : 0;
     }
@@ -198,11 +198,25 @@ __device__ void fill_tiles(const PlanCall& call, const PlaceShared& shared) {
 // Counts this warp's share of the segment, [begin, end), by expert.
 __device__ void count_of_warp(const PlanCall& call, int32_t* counts, int64_t begin, int64_t end) {
   for (int64_t choice = begin + threadIdx.x % kWarp; choice < end; choice += kWarp) {
-    const int32_t id = call.routes[choice];
+    const int32_t id = call.source.routes[choice];
     if (call.shape.is_expert(id)) {
       atomicAdd(counts + id, 1);
     }
   }
+}
+
+// Whether no earlier row of this rank needs the choice's token: its other choices here have higher
+// experts, or the same one and come later.
+__device__ bool needs_first(const PlanCall& call, int64_t choice, int32_t id) {
+  const int64_t first = choice / call.shape.top_k * call.shape.top_k;
+  for (int64_t other = first; other < first + call.shape.top_k; ++other) {
+    const int32_t other_id = call.source.routes[other];
+    const bool is_here = call.shape.is_expert(other_id) && call.shape.owner(other_id) == call.rank;
+    if (is_here && (other_id < id || (other_id == id && other < choice))) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Gives the choices of this warp's share their rows, in order.
@@ -212,7 +226,7 @@ __device__ void place_of_warp(const PlanCall& call, int32_t* next_row, int64_t b
   for (int64_t first = begin; first < end; first += kWarp) {
     const int64_t choice = first + lane;
     const bool present = choice < end;
-    const int32_t id = present ? call.routes[choice] : kMaskedChoice;
+    const int32_t id = present ? call.source.routes[choice] : kMaskedChoice;
     const bool valid = shape.is_expert(id);
     const unsigned same = __match_any_sync(kAllLanes, valid ? id : -1);
     const int earlier = __popc(same & ((1u << lane) - 1));
@@ -231,6 +245,10 @@ __device__ void place_of_warp(const PlanCall& call, int32_t* next_row, int64_t b
     const int32_t owner = valid ? shape.owner(id) : kMaskedChoice;
     if (valid && owner == call.rank) {
       call.tables.row_source[row] = static_cast<int32_t>(choice);
+      if (call.source.to_pull != nullptr && !call.is_own(choice) && needs_first(call, choice, id)) {
+        atomicOr(reinterpret_cast<unsigned long long*>(call.source.to_pull) + row / kTileRows,
+                 1ull << (row % kTileRows));
+      }
     }
     if (call.is_own(choice)) {
       const int64_t own = choice - call.rank * shape.choices();
@@ -364,9 +382,9 @@ cudaError_t prepare_plan() {
   return error != cudaSuccess ? error : load_kernels(count_choices, place_choices, order_pulls);
 }
 
-cudaError_t build_plan(const PlanShape& shape, int32_t rank, const int32_t* routes,
-                       const PlanTables& tables, int32_t* scratch, cudaStream_t stream) {
-  const PlanCall call{shape, rank, routes, tables, scratch, segments_of(shape)};
+cudaError_t build_plan(const PlanShape& shape, int32_t rank, const PlanSource& source,
+                       const PlanTables& tables, cudaStream_t stream) {
+  const PlanCall call{shape, rank, source, tables, segments_of(shape)};
   count_choices<<<call.segments.count, kThreads, sizeof(int32_t) * bins_of(shape), stream>>>(call);
   place_choices<<<call.segments.count, kThreads, place_shared_bytes(shape), stream>>>(call);
   const int64_t chunks = (shape.max_rows() + shape.chunk_rows - 1) / shape.chunk_rows;

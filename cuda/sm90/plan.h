@@ -10,10 +10,17 @@ namespace mok::sm90 {
 // int32 words of scratch memory that build_plan needs.
 int64_t plan_scratch_words(const PlanShape& shape);
 
-// Fills one rank's tables from the routes of all ranks, [ranks, tokens, top_k] on the device.
-// `tables.pull_order` may be null.
-cudaError_t build_plan(const PlanShape& shape, int32_t rank, const int32_t* routes,
-                       const PlanTables& tables, int32_t* scratch, cudaStream_t stream);
+// What the plan is made of, and what it needs beside its tables; all on the device.
+struct PlanSource {
+  const int32_t* routes;  // [ranks, tokens, top_k] of all ranks
+  int32_t* scratch;       // [plan_scratch_words]
+  uint64_t* to_pull;  // [max_rows / 64], zero before: sets bit r of word t if row 64 t + r is the
+                      // first that needs its token, a peer's; may be null
+};
+
+// Fills one rank's tables. `tables.pull_order` may be null.
+cudaError_t build_plan(const PlanShape& shape, int32_t rank, const PlanSource& source,
+                       const PlanTables& tables, cudaStream_t stream);
 
 // Whether the tables of so many experts fit the shared memory of a block.
 bool plan_fits(const PlanShape& shape);

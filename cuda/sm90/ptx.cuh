@@ -32,6 +32,38 @@ __device__ inline void wait_for_bulk_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+__device__ inline uint32_t load_acquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// 16 bytes that nobody writes during the kernel and nobody will read again.
+__device__ inline uint4 load_once(const uint4* address) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
+// Whether the predicate holds for any thread of a warpgroup; `barrier` is a hardware barrier of
+// its own.
+__device__ inline bool any_of_warpgroup(int barrier, bool predicate) {
+  int32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.s32 mine, %2, 0;\n"
+      "barrier.cta.red.or.pred any, %1, 128, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(static_cast<int32_t>(predicate))
+      : "memory");
+  return any != 0;
+}
+
 __device__ inline void add_release(uint32_t* counter, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
 }
@@ -42,5 +74,8 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+
+__device__ inline float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ inline float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 }  // namespace mok::sm90

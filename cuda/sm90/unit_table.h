@@ -58,6 +58,18 @@ struct UnitTable {
     return starts[expert].units + first_units(units, groups.begin(group + 1));
   }
 
+  // A step of a shape without lag; empty past the last one.
+  MOK_HOST_DEVICE Wave wave(int32_t index) const {
+    const auto before = [&](int32_t step) { return before_step(step); };
+    const int32_t gate_up = items_before(shape, Product::kGateUp, index, before);
+    const int32_t down = items_before(shape, Product::kDown, index, before);
+    const int32_t end = items_before(shape, Product::kGateUp, index + 1, before);
+    return {.first_tile = tiles_of(shape, before_step(index)),
+            .end_tile = tiles_of(shape, before_step(index + 1)),
+            .gate_up = {gate_up, down},
+            .down = {down, end}};
+  }
+
   // Calls place(position in the list, item) for a unit's items of every `stride`-th span of columns
   // from the `first` on.
   template <typename Place>

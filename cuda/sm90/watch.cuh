@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "sm90/ptx.cuh"
+
 // Waits that end. A wait gives up when the kernel's deadline has passed; from then on this thread
 // does not wait at all, and the kernel runs to its end with the fault word set and worthless
 // results. (A trap would cost the context, and makes ptxas ignore the budget of setmaxnreg.)
@@ -41,7 +43,7 @@ __device__ inline void wait(const Barrier& barrier, uint32_t parity, Watch& watc
 __device__ inline void wait_for_count(const uint32_t* counter, uint32_t target, Watch& watch) {
   uint32_t value = 0;
   for (uint32_t tries = 1; !watch.late && value < target; ++tries) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    value = load_acquire(counter);
     watch.tried(tries);
   }
 }

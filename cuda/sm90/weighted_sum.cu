@@ -18,7 +18,22 @@ __device__ uint32_t pack(float low, float high) {
   return packed;
 }
 
+template <bool kPulls>
+__device__ const uint4* row_of(const WeightedSumParams& params, int64_t choice, int vectors) {
+  const void* begin = params.slots;
+  int64_t row = choice;
+  if constexpr (kPulls) {
+    begin = params.outputs;
+    if (params.bases != nullptr) {
+      begin = params.bases[params.slot_rank[choice]] + params.outputs_offset;
+    }
+    row = params.slot_row[choice];
+  }
+  return static_cast<const uint4*>(begin) + row * vectors;
+}
+
 // A thread sums 16 bytes of columns.
+template <bool kPulls>
 __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSumParams params) {
   const int vectors = params.width / kVector;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -28,7 +43,6 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSu
   }
   const int64_t vector = index - token * vectors;
   const int64_t first = token * params.top_k;
-  const auto* const rows = reinterpret_cast<const uint4*>(params.slots);
 
   float sum[kVector] = {};
   for (int begin = 0; begin < params.top_k; begin += kAtOnce) {
@@ -40,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSu
       const int64_t choice = first + begin + k;
       present[k] = begin + k < params.top_k && params.slot_rank[choice] != kMaskedChoice;
       if (present[k]) {
-        row[k] = __ldcs(rows + choice * vectors + vector);
+        row[k] = __ldcs(row_of<kPulls>(params, choice, vectors) + vector);
         weight[k] = params.weights[choice];
       }
     }
@@ -68,10 +82,14 @@ cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream) {
     return cudaSuccess;
   }
   const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
-  weighted_sum_kernel<<<blocks, kThreads, 0, stream>>>(params);
+  const auto kernel =
+      params.slots == nullptr ? weighted_sum_kernel<true> : weighted_sum_kernel<false>;
+  kernel<<<blocks, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
-cudaError_t load_weighted_sum() { return load_kernels(weighted_sum_kernel); }
+cudaError_t load_weighted_sum() {
+  return load_kernels(weighted_sum_kernel<true>, weighted_sum_kernel<false>);
+}
 
 }  // namespace mok::sm90

@@ -4,12 +4,19 @@
 
 #include <cstdint>
 
-// The end of combine: out[token] = sum over k, ascending, of weights[token, k] * slots[token, k],
+// The end of combine: out[token] = sum over k, ascending, of weights[token, k] * the choice's row,
 // in f32 without fused multiply-adds, rounded to bf16; the bits of host/weighted_sum.h.
 namespace mok::sm90 {
 
 struct WeightedSumParams {
-  const uint16_t* slots;     // [tokens, top_k, width]
+  // Rows in their home slots, [tokens, top_k, width]; or null, and rows are pulled from where they
+  // lie on the experts' ranks:
+  const uint16_t* slots;
+  const uint16_t* outputs;  // [rows, width] of this rank, if it has no peers
+  char* const* bases;       // [ranks] where each rank's arena begins; null without peers
+  int64_t outputs_offset;   // of a rank's outputs in its arena
+  const int32_t* slot_row;  // [tokens, top_k]
+
   const int32_t* slot_rank;  // [tokens, top_k]; masked choices are skipped
   const float* weights;      // [tokens, top_k]
   uint16_t* out;             // [tokens, width]

@@ -10,9 +10,7 @@
 // A unit is what a cluster takes of an expert's rows at a time. Full units have two tiles a block,
 // neighbouring blocks taking neighbouring rows and sharing the weights. What is left at an expert's
 // end is a pair of tiles, a single tile, or both; there all blocks take the same rows and each
-// another column block. A single tile is done in half the time, so each block takes two column
-// blocks one after the other: items of equal length keep the clusters in step, and clusters in step
-// find each other's rows and weights in the L2 cache.
+// another column block.
 //
 // The units of an expert are grouped so that a group's rows and some column blocks of weights stay
 // in that cache; a group never mixes experts. Groups make steps, and the down-projection of a step
@@ -31,6 +29,21 @@ struct alignas(16) WorkItem {
   static constexpr int32_t kDownFlag = 1;
   static constexpr int32_t kTwoTilesFlag = 2;   // per block
   static constexpr int32_t kAlongRowsFlag = 4;  // blocks of the cluster take different rows
+  static constexpr int32_t kStopFlag = 8;       // no item: the list has come to its end
+};
+
+// Positions in the work list.
+struct ItemRange {
+  int32_t begin;
+  int32_t end;
+};
+
+// A step of a list without lag: all its gate/up items, then all its down items.
+struct Wave {
+  int32_t first_tile;
+  int32_t end_tile;
+  ItemRange gate_up;
+  ItemRange down;
 };
 
 struct WorkShape {
@@ -43,6 +56,10 @@ struct WorkShape {
   int32_t down_columns;
 
   MOK_HOST_DEVICE int32_t unit_tiles() const { return cluster * kBlockTiles; }
+  // Of the largest group.
+  int32_t group_tiles() const {
+    return (group_units > 1 ? group_units + group_units / 2 : 1) * unit_tiles();
+  }
   MOK_HOST_DEVICE int32_t columns(Product product) const {
     return product == Product::kGateUp ? gate_up_columns : down_columns;
   }
@@ -68,14 +85,13 @@ struct Units {
   }
   // Items of a product over these units.
   MOK_HOST_DEVICE int32_t items(int32_t columns, int32_t cluster) const {
-    return full * columns + pair * ceil_div(columns, cluster) +
-           single * ceil_div(columns, 2 * cluster);
+    return full * columns + (pair + single) * ceil_div(columns, cluster);
   }
 };
 
 // Column blocks that an item of a unit covers.
 MOK_HOST_DEVICE inline int32_t columns_of_item(UnitKind kind, int32_t cluster) {
-  return kind == UnitKind::kFull ? 1 : kind == UnitKind::kPair ? cluster : 2 * cluster;
+  return kind == UnitKind::kFull ? 1 : cluster;
 }
 
 MOK_HOST_DEVICE inline Units units_of(const WorkShape& shape, int32_t tiles) {
@@ -131,22 +147,21 @@ MOK_HOST_DEVICE inline Groups groups_of(const WorkShape& shape, int32_t units) {
 }
 
 // Position of an item within its group, columns outermost; `rank` counts the unit among the
-// group's units of its kind. Columns come in spans of what a single tile's item covers.
+// group's units of its kind. Columns come in spans of what an item of a short unit covers.
 MOK_HOST_DEVICE inline int32_t item_in_group(Units group, int32_t cluster, UnitKind kind,
                                              int32_t rank, int32_t column) {
-  const int32_t span_columns = 2 * cluster;
-  const int32_t span_items = group.full * span_columns + group.pair * 2 + group.single;
-  const int32_t within = column % span_columns;
-  const bool second_half = within >= cluster;
-  int32_t before = column / span_columns * span_items;
-  if (kind == UnitKind::kFull) {
-    before += within * group.full;
-    before += within > 0 ? group.single + group.pair : 0;
-    before += within > cluster ? group.pair : 0;
-  } else if (kind == UnitKind::kPair) {
-    before += (within + 1) * group.full + group.single + (second_half ? group.pair : 0);
-  } else {
-    before += group.full;
+  const int32_t within = column % cluster;
+  int32_t before = column / cluster * group.items(cluster, cluster);
+  switch (kind) {
+    case UnitKind::kFull:
+      before += within * group.full + (within > 0 ? group.pair + group.single : 0);
+      break;
+    case UnitKind::kPair:
+      before += group.full;
+      break;
+    case UnitKind::kSingle:
+      before += group.full + group.pair;
+      break;
   }
   return before + rank;
 }
@@ -162,16 +177,7 @@ MOK_HOST_DEVICE int32_t items_before(const WorkShape& shape, Product product, in
          before(down_steps).items(shape.down_columns, shape.cluster);
 }
 
-// Column blocks that each block takes of an item, one after the other; the same number for all
-// blocks of the cluster.
-MOK_HOST_DEVICE inline int32_t parts_of(const WorkItem& item, int32_t gate_up_columns,
-                                        int32_t down_columns, int32_t cluster) {
-  const int32_t columns = item.flags & WorkItem::kDownFlag ? down_columns : gate_up_columns;
-  const bool two_tiles = item.flags & WorkItem::kTwoTilesFlag;
-  return !two_tiles && item.column_block + cluster < columns ? 2 : 1;
-}
-
-// What one block of a cluster does in a part of an item.
+// What one block of a cluster does of an item.
 struct BlockWork {
   Product product;
   int32_t tile;
@@ -181,14 +187,13 @@ struct BlockWork {
   bool shares_weights;  // all blocks of the cluster need the same column block
 };
 
-MOK_HOST_DEVICE inline BlockWork block_work(const WorkItem& item, int32_t cluster,
-                                            int32_t block_in_cluster, int32_t part) {
+MOK_HOST_DEVICE inline BlockWork block_work(const WorkItem& item, int32_t block_in_cluster) {
   const bool along_rows = item.flags & WorkItem::kAlongRowsFlag;
   return {
       .product = item.flags & WorkItem::kDownFlag ? Product::kDown : Product::kGateUp,
       .tile = item.first_tile + (along_rows ? block_in_cluster * kBlockTiles : 0),
       .tiles = item.flags & WorkItem::kTwoTilesFlag ? 2 : 1,
-      .column_block = item.column_block + part * cluster + (along_rows ? 0 : block_in_cluster),
+      .column_block = item.column_block + (along_rows ? 0 : block_in_cluster),
       .expert = item.expert,
       .shares_weights = along_rows,
   };
@@ -205,19 +210,33 @@ inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden,
                   .ring_tiles = ring_tiles,
                   .gate_up_columns = gate_up_column_blocks(inner),
                   .down_columns = down_column_blocks(hidden)};
-  const auto group_tiles = [&] {
-    return (shape.group_units > 1 ? shape.group_units + shape.group_units / 2 : 1) *
-           shape.unit_tiles();
-  };
-  while (shape.group_units > 1 && 2 * shape.step_tiles + group_tiles() > ring_tiles) {
+  while (shape.group_units > 1 && 2 * shape.step_tiles + shape.group_tiles() > ring_tiles) {
     --shape.group_units;
   }
-  if (2 * shape.step_tiles + group_tiles() > ring_tiles) {
+  if (2 * shape.step_tiles + shape.group_tiles() > ring_tiles) {
     shape.lag = 0;
     return shape;
   }
-  const int32_t most = (ring_tiles - group_tiles()) / 2;
+  const int32_t most = (ring_tiles - shape.group_tiles()) / 2;
   shape.step_tiles = step_tiles < most ? step_tiles : most;
+  return shape;
+}
+
+// Steps that are waves, one after the other: as large as the ring allows, groups small enough for
+// most of the ring to be the step's.
+inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
+                            int32_t group_units) {
+  WorkShape shape{.cluster = cluster,
+                  .group_units = group_units,
+                  .step_tiles = 1,
+                  .lag = 0,
+                  .ring_tiles = ring_tiles,
+                  .gate_up_columns = gate_up_column_blocks(inner),
+                  .down_columns = down_column_blocks(hidden)};
+  while (shape.group_units > 1 && 2 * shape.group_tiles() > ring_tiles) {
+    --shape.group_units;
+  }
+  shape.step_tiles = ring_tiles - shape.group_tiles() + 1;
   return shape;
 }
 

@@ -49,9 +49,6 @@ __global__ void __launch_bounds__(kThreads) list_work_kernel(const ListCall call
   extern __shared__ Start starts[];  // [experts + 1]
   const WorkShape& shape = call.shape;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t i = thread; i < call.list.counter_count; i += gridDim.x * kThreads) {
-    call.list.counters[i] = 0;
-  }
   if (threadIdx.x < kWarp) {
     find_starts(call, starts);
   }
@@ -59,13 +56,16 @@ __global__ void __launch_bounds__(kThreads) list_work_kernel(const ListCall call
 
   const Start total = starts[call.experts];
   if (thread == 0) {
-    *call.list.item_count = total.units.items(shape.gate_up_columns, shape.cluster) +
-                            total.units.items(shape.down_columns, shape.cluster);
+    *call.list.all_items = {0, total.units.items(shape.gate_up_columns, shape.cluster) +
+                                   total.units.items(shape.down_columns, shape.cluster)};
     *call.list.tile_count = total.tile;
   }
 
   // A warp takes a unit, its lanes the columns.
   const UnitTable table{shape, starts, call.experts};
+  for (int64_t wave = thread; wave < call.list.wave_count; wave += int64_t{gridDim.x} * kThreads) {
+    call.list.waves[wave] = table.wave(static_cast<int32_t>(wave));
+  }
   const int lane = threadIdx.x % kWarp;
   for (int32_t unit = static_cast<int32_t>(thread / kWarp); unit < total.units.count();
        unit += gridDim.x * (kThreads / kWarp)) {

@@ -10,10 +10,10 @@ namespace mok::sm90 {
 
 struct WorkList {
   WorkItem* items;  // [max_items]
-  int32_t* item_count;
+  ItemRange* all_items;
   int32_t* tile_count;  // tiles of kTileRows rows
-  uint32_t* counters;   // [counters], set to zero
-  int64_t counter_count;
+  Wave* waves;          // [wave_count], empty past the last step
+  int32_t wave_count;   // 0 unless the shape has no lag
 };
 
 int64_t max_items(const PlanShape& plan, const WorkShape& shape);

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -17,6 +16,7 @@
 #include "host/transfer.h"
 #include "host/weighted_sum.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/plan_tables.h"
 
 namespace mok {
 namespace {
@@ -67,12 +67,6 @@ struct PlanAttributes {
     return {ranks, tokens, static_cast<int32_t>(top_k), experts, tile_rows, chunk_rows};
   }
 };
-
-// The results of a plan call, in the order of PlanTables.
-PlanTables plan_tables(ffi::RemainingRets results) {
-  const auto table = [&](size_t index) { return (*results.get<Int32Buffer>(index))->typed_data(); };
-  return {table(0), table(1), table(2), table(3), table(4), table(5), table(6), table(7)};
-}
 
 void report_out_of_range(const PlanShape& shape, int32_t group, const RankTables& output) {
   if (const int32_t choices = output.tables.counts[kOutOfRange]) {

@@ -1,16 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "core/fault.h"
 #include "xla/ffi/api/c_api.h"
-
-namespace mok {
-
-// What the GPU calls of this process recorded since the last look.
-std::vector<Fault> take_gpu_faults();
-
-}  // namespace mok
 
 // The FFI handlers of the CUDA platform: the forward pass of one rank alone, and with peers.
 extern "C" {

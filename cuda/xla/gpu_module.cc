@@ -2,7 +2,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include "xla/gpu_device.h"
 #include "xla/gpu_forward.h"
+#include "xla/gpu_plan.h"
 #include "xla/python.h"
 #include "xla/workspace.h"
 
@@ -11,25 +13,61 @@ namespace nb = nanobind;
 namespace mok {
 namespace {
 
+using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
+
+nb::dict stages_alone(Handler* initialize, Handler* execute) {
+  nb::dict stages;
+  stages["initialize"] = capsule(initialize);
+  stages["execute"] = capsule(execute);
+  return stages;
+}
+
+nb::dict stages_with_peers(Handler* prepare, Handler* initialize, Handler* execute) {
+  nb::dict stages = stages_alone(initialize, execute);
+  stages["prepare"] = capsule(prepare);
+  return stages;
+}
+
 nb::dict registrations() {
-  nb::dict alone;
-  alone["initialize"] = capsule(MokForwardAloneInitialize);
-  alone["execute"] = capsule(MokForwardAloneExecute);
-  nb::dict peers;
-  peers["prepare"] = capsule(MokForwardPeersPrepare);
-  peers["initialize"] = capsule(MokForwardPeersInitialize);
-  peers["execute"] = capsule(MokForwardPeersExecute);
   nb::dict targets;
-  targets["jax_mok_forward_alone"] = alone;
-  targets["jax_mok_forward_peers"] = peers;
+  targets["jax_mok_forward_alone"] =
+      stages_alone(MokForwardAloneInitialize, MokForwardAloneExecute);
+  targets["jax_mok_forward_peers"] =
+      stages_with_peers(MokForwardPeersPrepare, MokForwardPeersInitialize, MokForwardPeersExecute);
+  targets["jax_mok_plan_alone"] = stages_alone(MokPlanAloneInitialize, MokPlanAloneExecute);
+  targets["jax_mok_plan_peers"] =
+      stages_with_peers(MokPlanPeersPrepare, MokPlanPeersInitialize, MokPlanPeersExecute);
   return targets;
 }
 
-int64_t workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
-                        int32_t tile_rows, int64_t chunk_rows, int64_t ring_rows, int64_t hidden,
-                        int64_t inner) {
-  const PlanShape plan{ranks, tokens, top_k, experts, tile_rows, chunk_rows};
-  return sm90::lay_out(sm90::make_forward_shape(plan, ring_rows, hidden, inner), nullptr).bytes;
+// Binds a function of the sizes of a forward call.
+template <typename Function>
+void def_of_shape(nb::module_& module, const char* name, Function function) {
+  module.def(
+      name,
+      [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
+                 int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
+                 bool dispatch_push, bool combine_push, bool composed) {
+        return function(sm90::make_forward_shape(
+            {ranks, tokens, top_k, experts, tile_rows, chunk_rows}, {dispatch_push, combine_push},
+            composed, ring_rows, hidden, inner));
+      },
+      nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+      nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
+      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("composed"));
+}
+
+int64_t arena_bytes(const sm90::ForwardShape& shape) {
+  return shape.has_peers() ? sm90::arena_layout(shape).bytes() : 0;
+}
+
+int64_t workspace_bytes(const sm90::ForwardShape& shape) {
+  return sm90::lay_out(shape, nullptr).bytes;
+}
+
+int64_t plan_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
+                             int32_t tile_rows, int64_t chunk_rows) {
+  return mok::plan_workspace_bytes({ranks, tokens, top_k, experts, tile_rows, chunk_rows});
 }
 
 nb::list take_faults() {
@@ -48,11 +86,13 @@ bool plan_fits(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, in
 NB_MODULE(_cuda, module) {
   module.def("registrations", &registrations);
   module.def("take_faults", &take_faults);
+  module.def("launched_calls", &launched_calls);
   module.def("plan_fits", &plan_fits, nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"),
              nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
-  module.def("workspace_bytes", &workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),
-             nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"),
-             nb::arg("ring_rows"), nb::arg("hidden"), nb::arg("inner"));
+  module.def("plan_workspace_bytes", &plan_workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),
+             nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
+  def_of_shape(module, "arena_bytes", arena_bytes);
+  def_of_shape(module, "workspace_bytes", workspace_bytes);
 }
 
 }  // namespace

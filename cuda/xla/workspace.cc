@@ -1,44 +1,48 @@
 #include "xla/workspace.h"
 
+#include "xla/parts.h"
+
 namespace mok::sm90 {
-namespace {
 
-class Parts {
- public:
-  explicit Parts(char* base) : base_(base) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    char* const part = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return reinterpret_cast<T*>(part);
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-}  // namespace
-
-ForwardShape make_forward_shape(const PlanShape& plan, int64_t ring_rows, int64_t hidden,
-                                int64_t inner) {
+ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bool composed,
+                                int64_t ring_rows, int64_t hidden, int64_t inner) {
   constexpr int kGroupUnits = 8;
   constexpr int kStepTiles = 16384 / kTileRows;
+  const auto ring_tiles = static_cast<int32_t>(ring_rows / kTileRows);
+  const auto width = static_cast<int32_t>(hidden);
+  const auto depth = static_cast<int32_t>(inner);
   return {.plan = plan,
-          .work = work_shape(kForwardCluster, static_cast<int32_t>(ring_rows / kTileRows),
-                             static_cast<int32_t>(hidden), static_cast<int32_t>(inner), kGroupUnits,
-                             kStepTiles),
+          .directions = directions,
+          .composed = composed,
+          .work = composed ? wave_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits)
+                           : work_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits,
+                                        kStepTiles),
           .ring_rows = ring_rows,
           .hidden = hidden,
           .inner = inner};
 }
 
+int32_t ForwardShape::waves() const {
+  return composed ? ceil_div(static_cast<int32_t>(max_work_tiles(plan)), work.step_tiles) : 0;
+}
+
+ArenaLayout arena_layout(const ForwardShape& shape) {
+  return {.ranks = shape.plan.ranks,
+          .choices = shape.plan.choices(),
+          .tokens = shape.plan.tokens,
+          .width = shape.hidden,
+          .directions = shape.directions,
+          .output_rows = shape.directions.combine_push ? 0 : shape.plan.max_rows()};
+}
+
 Workspace lay_out(const ForwardShape& shape, char* base) {
   const PlanShape& plan = shape.plan;
-  const bool alone = plan.ranks == 1;
+  const bool alone = !shape.has_peers();
+  const bool pushes_rows = shape.directions.combine_push;
   Parts parts(base);
+  const auto rows_if = [&](bool needed, int64_t rows) {
+    return needed ? parts.take<uint16_t>(rows * shape.hidden) : nullptr;
+  };
   Workspace space{};
   space.tables = {.row_source = parts.take<int32_t>(plan.max_rows()),
                   .pull_order = nullptr,
@@ -48,20 +52,32 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
                   .slot_rank = parts.take<int32_t>(plan.choices()),
                   .slot_row = parts.take<int32_t>(plan.choices()),
                   .counts = parts.take<int32_t>(kPlanCounts)};
+  space.routes = alone ? nullptr : parts.take<int32_t>(plan.ranks * plan.choices());
   space.plan_scratch = parts.take<int32_t>(plan_scratch_words(plan));
   space.list = {.items = parts.take<WorkItem>(max_items(plan, shape.work)),
-                .item_count = parts.take<int32_t>(1),
+                .all_items = parts.take<ItemRange>(1),
                 .tile_count = parts.take<int32_t>(1),
-                .counters = parts.take<uint32_t>(2 * max_work_tiles(plan)),
-                .counter_count = 2 * max_work_tiles(plan)};
+                .waves = parts.take<Wave>(shape.waves()),
+                .wave_count = shape.waves()};
   space.hidden_ring = parts.take<uint16_t>(shape.ring_rows * shape.inner);
-  space.received = alone ? nullptr : parts.take<uint16_t>(plan.ranks * plan.tokens * shape.hidden);
-  space.routes = alone ? nullptr : parts.take<int32_t>(plan.ranks * plan.choices());
-  space.own_slots = alone ? parts.take<uint16_t>(plan.choices() * shape.hidden) : nullptr;
-  space.x = parts.take<const uint16_t*>(plan.ranks);
-  space.slots = parts.take<uint16_t*>(plan.ranks);
+  space.received = rows_if(shape.pulls_tokens(), plan.ranks * plan.tokens);
+  space.own_slots = rows_if(alone && pushes_rows, plan.choices());
+  space.outputs = rows_if(alone && !pushes_rows, plan.max_rows());
+  space.dispatched = rows_if(shape.composed, shape.ring_rows);
+  space.output_ring = rows_if(shape.composed && pushes_rows, shape.ring_rows);
+
+  const int64_t tiles = max_work_tiles(plan);
+  const int64_t zero_begin = parts.used();
+  space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
+  space.next_items = parts.take<uint32_t>(shape.composed ? 2 * shape.waves() : 1);
+  space.hidden_ready = parts.take<uint32_t>(tiles);
+  space.down_done = parts.take<uint32_t>(tiles);
+  space.pulled = shape.pulls_tokens() ? parts.take<uint32_t>(tiles) : nullptr;
+  space.to_pull = shape.pulls_tokens() ? parts.take<uint64_t>(tiles) : nullptr;
+  space.zero_bytes = parts.used() - zero_begin;
+
   space.bytes = parts.used();
   return space;
 }

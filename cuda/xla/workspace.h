@@ -2,7 +2,9 @@
 
 #include <cstdint>
 
+#include "core/directions.h"
 #include "core/plan.h"
+#include "link/arena_layout.h"
 #include "sm90/forward.h"
 #include "sm90/plan.h"
 #include "sm90/work_list.h"
@@ -12,30 +14,54 @@ namespace mok::sm90 {
 
 struct ForwardShape {
   PlanShape plan;
+  Directions directions;
+  bool composed;  // the moves are kernels of their own, wave by wave
   WorkShape work;
   int64_t ring_rows;
   int64_t hidden;
   int64_t inner;
+
+  bool has_peers() const { return plan.ranks > 1; }
+  // Whether the forward kernel pulls.
+  bool pulls_tokens() const { return has_peers() && !directions.dispatch_push && !composed; }
+  // That the worst load takes; 0 unless composed.
+  int32_t waves() const;
 };
 
 struct Workspace {
   PlanTables tables;
+  int32_t* routes;  // [ranks, tokens, top_k]; only with peers
   int32_t* plan_scratch;
+  uint64_t* to_pull;  // [tiles], within the part that is set to zero; only if tokens are pulled
   WorkList list;
   void* hidden_ring;    // [ring_rows, inner]
-  uint16_t* received;   // [ranks, tokens, hidden]; only with peers
-  int32_t* routes;      // [ranks, tokens, top_k]; only with peers
-  uint16_t* own_slots;  // [tokens, top_k, hidden]; only without peers
-  const uint16_t** x;   // [ranks]
-  uint16_t** slots;     // [ranks]
+  uint16_t* received;   // [ranks, tokens, hidden]; only if tokens are pulled
+  uint16_t* own_slots;  // [tokens, top_k, hidden]; only without peers, if combine pushes
+  uint16_t* outputs;    // [max_rows, hidden]; only without peers, if combine pulls
+
+  // Only for the composed pass: a wave's rows.
+  uint16_t* dispatched;   // [ring_rows, hidden]
+  uint16_t* output_ring;  // [ring_rows, hidden]; only if combine pushes
+
+  // Set to zero before a call: zero_bytes from `zero` on.
+  char* zero;
+  int64_t zero_bytes;
   int32_t* link_failed;
   int32_t* kernel_failed;
+  uint32_t* next_items;    // one; or two a wave
+  uint32_t* hidden_ready;  // [tiles of kTileRows]
+  uint32_t* down_done;     // [tiles]
+  uint32_t* pulled;        // [tiles]; only if tokens are pulled
+
   int64_t bytes;
 };
 
 // Sizes with the cluster, group and step sizes that measured best.
-ForwardShape make_forward_shape(const PlanShape& plan, int64_t ring_rows, int64_t hidden,
-                                int64_t inner);
+ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bool composed,
+                                int64_t ring_rows, int64_t hidden, int64_t inner);
+
+// Of the arena, if there are peers.
+ArenaLayout arena_layout(const ForwardShape& shape);
 
 // Lays the parts out from `base`; with a null base only `bytes` means anything.
 Workspace lay_out(const ForwardShape& shape, char* base);

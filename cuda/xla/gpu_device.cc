@@ -1,0 +1,102 @@
+#include "xla/gpu_device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "link/exchange.h"
+#include "sm90/finish.h"
+#include "sm90/forward.h"
+#include "sm90/move_rows.h"
+#include "sm90/plan.h"
+#include "sm90/weighted_sum.h"
+#include "sm90/work_list.h"
+
+namespace mok {
+namespace {
+
+using namespace mok::sm90;
+
+std::mutex mutex;
+std::map<int32_t, Device>& devices() {
+  static auto* const all = new std::map<int32_t, Device>;
+  return *all;
+}
+
+}  // namespace
+
+std::string prepare_device(int32_t ordinal) {
+  const std::lock_guard lock(mutex);
+  if (devices().contains(ordinal)) {
+    return "";
+  }
+  Device device;
+  cudaError_t error = cudaSetDevice(ordinal);
+  int major = 0, minor = 0;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  }
+  if (error == cudaSuccess && (major != 9 || minor != 0)) {
+    return "GPU " + std::to_string(ordinal) + " has compute capability " + std::to_string(major) +
+           "." + std::to_string(minor) + "; the kernels need 9.0 (H100, H200)";
+  }
+  if (error == cudaSuccess) error = prepare_plan();
+  if (error == cudaSuccess) error = prepare_forward(&device.clusters);
+  for (const auto load :
+       {load_exchange, load_finish, load_move_rows, load_weighted_sum, load_work_list}) {
+    if (error == cudaSuccess) error = load();
+  }
+  if (error == cudaSuccess) {
+    error = cudaHostAlloc(reinterpret_cast<void**>(&device.record), sizeof(CallRecord),
+                          cudaHostAllocMapped);
+  }
+  if (error == cudaSuccess) {
+    *device.record = {};
+    devices()[ordinal] = device;
+    return "";
+  }
+  return std::string("preparing a GPU: ") + cudaGetErrorString(error);
+}
+
+Device device_of(int32_t ordinal) {
+  const std::lock_guard lock(mutex);
+  return devices()[ordinal];
+}
+
+namespace {
+std::atomic<int64_t> calls{0};
+}  // namespace
+
+void count_launched_call() { ++calls; }
+int64_t launched_calls() { return calls; }
+
+std::vector<Fault> take_gpu_faults() {
+  const std::lock_guard lock(mutex);
+  std::vector<Fault> faults;
+  for (auto& [ordinal, device] : devices()) {
+    CallRecord now;
+    std::memcpy(&now, device.record, sizeof(now));
+    if (now.link_timeouts != device.told.link_timeouts) {
+      faults.push_back({FaultKind::kTimeout, Operation::kMeeting, /*group=*/0, now.rank, now.peer,
+                        static_cast<int64_t>(now.expected), static_cast<int64_t>(now.seen)});
+    }
+    if (now.kernel_timeouts != device.told.kernel_timeouts) {
+      faults.push_back({FaultKind::kKernelTimeout, Operation::kDispatch, /*group=*/0, ordinal,
+                        /*peer=*/-1, 0, now.kernel_timeouts - device.told.kernel_timeouts});
+    }
+    if (now.out_of_range != device.told.out_of_range) {
+      faults.push_back({FaultKind::kExpertOutOfRange, Operation::kPlan, /*group=*/0, /*rank=*/-1,
+                        /*peer=*/-1, now.experts, now.out_of_range - device.told.out_of_range});
+    }
+    device.told = now;
+  }
+  return faults;
+}
+
+}  // namespace mok

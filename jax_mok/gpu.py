@@ -1,0 +1,78 @@
+"""What the custom calls of NVIDIA GPUs have in common."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+
+from jax_mok import ffi
+from jax_mok.call import Call
+from jax_mok.config import TILE_ROWS, MoEConfig
+from jax_mok.layout import Layout
+
+LEAST_RING_ROWS = 256
+"""Two blocks of 128 rows, a cluster's."""
+WIDTH_MULTIPLE = 64
+"""H and I are multiples of it."""
+_CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
+
+
+def why_not(layout: Layout) -> str | None:
+    """Why no GPU call of this layout can run here, as a message to the user; None if it can."""
+    if ffi.cuda is None:
+        return (
+            "this jax_mok was built without GPU kernels: reinstall it where nvcc is found with "
+            "pip install --config-settings=cmake.define.JAX_MOK_CUDA=ON ."
+        )
+    if jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS:
+        return f"the GPU kernels need JAX 0.11.2 or newer (Python 3.12), found {jax.__version__}"
+    if layout.ranks > 1 and _CONCURRENT_CALLS in os.environ.get("XLA_FLAGS", "").lower():
+        # Ranks might take two calls without a common operand in different orders.
+        return (
+            f"XLA_FLAGS has {_CONCURRENT_CALLS}: ranks might not meet in the same call; remove it"
+        )
+    if not ffi.cuda.plan_fits(**arguments(plan_sizes(layout))):
+        return (
+            f"the plan of {layout.experts} experts does not fit a block's shared memory: use fewer"
+        )
+    return None
+
+
+def plan_sizes(layout: Layout) -> dict[str, np.generic]:
+    """The attributes that give the size of a plan, those of `PlanShape` in `cuda/core/plan.h`."""
+    return {
+        "ranks": np.int32(layout.ranks),
+        "tokens": np.int64(layout.tokens),
+        "top_k": np.int32(layout.top_k),
+        "experts": np.int32(layout.experts),
+        "tile_rows": np.int32(TILE_ROWS),
+        "chunk_rows": np.int64(layout.chunk_rows),
+    }
+
+
+def ring_rows(layout: Layout) -> int:
+    """Rows of the ring of hidden rows."""
+    return max(layout.ring_rows, LEAST_RING_ROWS)
+
+
+def directions(config: MoEConfig) -> dict[str, np.generic]:
+    """The attributes that say who moves rows, those of `cuda/core/directions.h`."""
+    return {
+        "dispatch_push": np.bool_(config.dispatch == "push"),
+        "combine_push": np.bool_(config.combine == "push"),
+    }
+
+
+def meeting(call: Call) -> dict[str, np.generic | np.ndarray]:
+    """The attributes by which the ranks of a call find each other, and how long they wait."""
+    return {
+        "timeout_s": np.float64(call.config.timeout_s),
+        "groups": np.array(call.position.groups, np.int64),
+    }
+
+
+def arguments(sizes: dict[str, np.generic]) -> dict[str, int | bool]:
+    """Attributes as arguments for the functions of `jax_mok._cuda`."""
+    return {name: size.item() for name, size in sizes.items()}
