@@ -20,6 +20,7 @@ from jax_mok.config import MoEConfig  # noqa: E402
 from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError  # noqa: E402
 from jax_mok.faults import check  # noqa: E402
 from jax_mok.ffi import export_safety_checks  # noqa: E402
+from jax_mok.memory import Memory, memory  # noqa: E402
 from jax_mok.moe import moe, moe_ffn, remat_policy  # noqa: E402
 from jax_mok.plan import Plan, build_plan  # noqa: E402
 from jax_mok.reference import reference_moe  # noqa: E402
@@ -27,6 +28,7 @@ from jax_mok.reference import reference_moe  # noqa: E402
 _ffi.register()
 
 __all__ = [
+    "Memory",
     "MoEConfig",
     "MoEError",
     "MoEInputError",
@@ -35,6 +37,7 @@ __all__ = [
     "build_plan",
     "check",
     "export_safety_checks",
+    "memory",
     "moe",
     "moe_ffn",
     "reference_moe",

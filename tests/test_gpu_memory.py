@@ -1,0 +1,111 @@
+"""`jax_mok.memory`: every byte that the GPU kernels take has a name and a formula."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+
+import jax_mok
+from jax_mok import ffi
+from jax_mok.gpu import LEAST_RING_ROWS
+from jax_mok.layout import make_layout
+
+SIZES = dict(ranks=2, tokens=8192, top_k=8, experts=128, hidden=2048, inner=768)
+CASES = [
+    (None, SIZES),
+    (None, SIZES | dict(ranks=1)),
+    (None, dict(ranks=72, tokens=1, top_k=1, experts=72, hidden=64, inner=64)),
+    (None, dict(ranks=3, tokens=777, top_k=5, experts=9, hidden=2880, inner=2880)),
+    (jax_mok.MoEConfig(ring_rows=4096), SIZES | dict(tokens=17)),
+    (jax_mok.MoEConfig(ring_rows=64), SIZES | dict(ranks=1, hidden=7168, top_k=1)),
+    (jax_mok.MoEConfig(chunk_rows=192), SIZES | dict(ranks=4, experts=4, inner=14336)),
+    *(
+        (
+            jax_mok.MoEConfig(dispatch=dispatch, combine=combine, composition=composition),
+            SIZES | dict(ranks=ranks),
+        )
+        for dispatch in ("pull", "push")
+        for combine in ("pull", "push")
+        for composition in ("auto", "composed")
+        for ranks in (1, 4)
+    ),
+    *(
+        (jax_mok.MoEConfig(ring_rows=rows, chunk_rows=64, composition="composed"), SIZES)
+        for rows in (64, 256, 320, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192)
+    ),
+]
+
+
+@pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
+@pytest.mark.parametrize(("config", "sizes"), CASES)
+def test_bytes_are_those_of_the_kernels(config, sizes):
+    shared = {name: sizes[name] for name in ("ranks", "tokens", "top_k", "experts")}
+    options = config or jax_mok.MoEConfig()
+    layout = make_layout(options, **shared)
+    memory = jax_mok.memory(config, **sizes)
+    arguments = dict(
+        **sizes,
+        tile_rows=64,
+        chunk_rows=layout.chunk_rows,
+        ring_rows=max(layout.ring_rows, LEAST_RING_ROWS),
+        dispatch_push=options.dispatch == "push",
+        combine_push=options.combine == "push",
+        composed=options.composition == "composed",
+    )
+    assert memory.workspace_bytes == ffi.cuda.workspace_bytes(**arguments)
+    assert memory.arena_bytes == ffi.cuda.arena_bytes(**arguments)
+
+
+@pytest.mark.parametrize(("config", "sizes"), CASES)
+def test_formulas_say_what_the_bytes_are(config, sizes):
+    memory = jax_mok.memory(config, **sizes)
+    for part in (*memory.arena, *memory.workspace):
+        value = eval(part.formula.replace("·", "*"), {}, memory.sizes)
+        assert value <= part.bytes < value + 8 * 256, part
+
+
+def test_table_names_every_part_and_adds_up():
+    memory = jax_mok.memory(**SIZES)
+    first, *lines = str(memory).splitlines()
+    assert first.startswith("n=2 T=8192 K=8 E=128 H=2048 I=768 M=")
+    for part in (*memory.arena, *memory.workspace):
+        assert any(line.split("  ")[1] == part.name for line in lines if line[0] == " "), part
+    totals = dict(re.findall(r"^(arena|workspace|total) +([\d.]+)$", "\n".join(lines), re.M))
+    assert math.isclose(float(totals["total"]) * 2**20, memory.total_bytes, abs_tol=2**14)
+    assert memory.total_bytes == memory.arena_bytes + memory.workspace_bytes
+    columns = {line.index(".") for line in lines if "." in line}
+    assert len(columns) == 1, "aligned"
+
+
+def test_a_smaller_ring_needs_less_and_one_rank_shows_nothing():
+    whole = jax_mok.memory(**SIZES)
+    small = jax_mok.memory(jax_mok.MoEConfig(ring_rows=4096), **SIZES)
+    saved = whole.workspace_bytes - small.workspace_bytes
+    assert saved == 2 * 768 * (whole.sizes["R"] - 4096)
+    assert jax_mok.memory(**SIZES | dict(ranks=1)).arena == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        whole.arena = ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 0}, "ranks=0 must be a positive integer"),
+        ({"tokens": 8.0}, r"tokens=8\.0 must be a positive integer"),
+        ({"top_k": True}, "top_k=True must be"),
+        ({"hidden": 100}, "hidden=100 must be a positive multiple of 64"),
+        ({"inner": -64}, "inner=-64 must be a positive multiple of 64"),
+        ({"experts": 129}, "129 experts cannot be divided among 2 ranks: use a multiple of 2"),
+        ({"tokens": 2**30}, "split the batch into several calls"),
+        ({"config": {}}, "config must be a MoEConfig or None, got dict"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        jax_mok.memory(**SIZES | changes)
+
+
+def test_numpy_numbers_are_numbers():
+    assert jax_mok.memory(**{k: np.int64(v) for k, v in SIZES.items()}) == jax_mok.memory(**SIZES)
