@@ -1,203 +1,237 @@
-"""The layer on GPUs, as shares of what cuBLAS does in the same run.
+"""The layer on GPUs, as shares of what cuBLAS does in the same run, and of what no layer can beat.
 
 A GPU under power limit is faster for some tens of milliseconds after a pause than in the long run,
-so two times are reported. Burst: a program of few calls after a pause. Sustained: programs of many
-calls without a pause, the layer's and cuBLAS's in turn. Both are differences between programs that
-chain more and fewer calls, so what starting a program costs on the host drops out.
+so two times are reported, of the layer and of an 8192³ product by cuBLAS. Burst: a program of few
+calls of one of them, after a pause. Sustained: programs of many calls of both in turn, without a
+pause; with L the layer and P the product, the times of (L, L, P) and of (L, P, P) repeated as often
+as (L, P), less that of (L, P), are those of L and of P in that mix. `jax_mok.bench.bound` says what
+the bound is; the rates of link and memory are measured in the same run. The plan is timed as
+`build_plan`, in a burst; unlike the layer's own it also orders the pulls.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import Progress
 
-from jax_mok.bench.shapes import SHAPES, Shape
-from jax_mok.config import MoEConfig
+from jax_mok.bench import bound, chains
+from jax_mok.bench.chains import Chain
+from jax_mok.bench.report import report
+from jax_mok.bench.routes import KINDS
+from jax_mok.bench.shapes import SHAPES, TOY, Shape
+from jax_mok.bench.stopwatch import Stopwatch
+from jax_mok.bench.timing import Times
+from jax_mok.config import Composition, MoEConfig
 from jax_mok.faults import check
-from jax_mok.moe import moe
 
-_GPUS = flags.DEFINE_integer("gpus", None, "GPUs to use; default: all", lower_bound=1)
-_SHAPES = flags.DEFINE_list("shapes", list(SHAPES), f"some of {', '.join(SHAPES)}")
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "timed rounds", lower_bound=3)
-_ROUTES = flags.DEFINE_enum("routes", "uniform", ["uniform", "balanced", "zipf"], "load of experts")
+_KNOWN = SHAPES | TOY
+_PLATFORM = flags.DEFINE_enum(
+    "platform", "cuda", ["cuda", "cpu"], "cpu only tries the measurement: use --shapes=toy"
+)
+_GPUS = flags.DEFINE_integer("gpus", None, "devices to use; default: all", lower_bound=1)
+_SHAPES = flags.DEFINE_list("shapes", list(SHAPES), f"some of {', '.join(_KNOWN)}")
+_ROUNDS = flags.DEFINE_integer("rounds", 30, "timed rounds", lower_bound=2)
+_ROUTES = flags.DEFINE_enum("routes", "uniform", KINDS, "load of experts")
+_COMPOSITION = flags.DEFINE_enum(
+    "composition",
+    "auto",
+    ["auto", "composed"],
+    "composed: the moves and the products in launches of their own, instead of the fused kernel",
+)
 _JSON = flags.DEFINE_string("json", None, "also write the figures to this file")
 
-_PAUSE_S = 0.015
-_BURST_S = 0.02  # what the longer program of a burst takes, at most about
-_SUSTAINED_S = 0.12
-_PRODUCT_WIDTH = 8192
-_ZIPF_EXPONENT = 0.9
+
+class Scale(NamedTuple):
+    """What a platform's measurements are made of.
+
+    Attributes:
+      product: the name of what does the plain product,
+      product_width: and the width of its matrices.
+      flops_per_s: a guess, which sets how many calls a program has.
+      call_s: likewise, of what a call of the layer takes beside its products.
+      burst_s: see `Stopwatch`.
+      sustained_s: see `Stopwatch`.
+    """
+
+    product: str
+    product_width: int
+    flops_per_s: float
+    call_s: float
+    burst_s: float
+    sustained_s: float
+
+    @property
+    def product_flops(self) -> int:
+        """Of one plain product."""
+        return 2 * self.product_width**3
 
 
-class Program(NamedTuple):
-    """A computation that can be chained: `run(operands, n)` runs it n times in a row."""
+_SCALES = {
+    "cuda": Scale("cuBLAS", 8192, 5e14, 3e-4, burst_s=0.02, sustained_s=0.12),
+    "cpu": Scale("jnp.dot", 128, 1e10, 4e-3, burst_s=0.01, sustained_s=0.01),
+}
+_LINK_BYTES = 2**29  # sent by each GPU at a time
+_MEMORY_BYTES = 2**30  # read by each GPU at a time
 
-    run: Callable[[Any, int], jax.Array]
-    operands: Any
-    guess_s: float  # of one computation
+
+class Rates(NamedTuple):
+    """Bytes per second of each GPU, None where they were not measured.
+
+    Attributes:
+      link: each way, both ways busy.
+      memory: read and written.
+    """
+
+    link: Times | None
+    memory: Times | None
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a line for each shape."""
+    """Prints the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    unknown = sorted(set(_SHAPES.value) - set(SHAPES))
+    unknown = sorted(set(_SHAPES.value) - set(_KNOWN))
     if unknown:
-        raise app.UsageError(f"unknown --shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+        raise app.UsageError(f"unknown --shapes {', '.join(unknown)}; known: {', '.join(_KNOWN)}")
+    if _PLATFORM.value == "cpu":
+        jax.config.update("jax_platforms", "cpu")
     # cuBLAS is the yardstick, not XLA's own generated products.
     cublas = "--xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cublas}"
-    devices = jax.devices("cuda")
+    devices = jax.devices(_PLATFORM.value)
     if _GPUS.value and _GPUS.value > len(devices):
         raise app.UsageError(f"--gpus={_GPUS.value}, and this machine has {len(devices)}")
-    devices = devices[: _GPUS.value]
-    mesh = Mesh(np.array(devices), ("ep",))
-    kind = devices[0].device_kind
-    print(f"{len(devices)} x {kind}, JAX {jax.__version__}, {_ROUTES.value} routes")
-    print(f"{'shape':>18} {'':>9} {'ms':>8} {'TFLOP/s':>8} {'cuBLAS':>8} {'share':>6}")
-    figures = {}
-    for name in _SHAPES.value:
-        figures[name] = measure(SHAPES[name], mesh)
-        for mode, row in figures[name].items():
-            print(
-                f"{name:>18} {mode:>9} {row['ms']:8.3f} {row['tflops']:8.0f} "
-                f"{row['cublas_tflops']:8.0f} {row['share']:6.3f}",
-                flush=True,
-            )
+    mesh = Mesh(np.array(devices[: _GPUS.value]), (chains.AXIS,))
+    scale = _SCALES[_PLATFORM.value]
+    stopwatch = Stopwatch(scale.burst_s, scale.sustained_s, _ROUNDS.value)
+    measured: dict[str, Any] = {
+        "devices": mesh.size,
+        "kind": devices[0].device_kind,
+        "jax": jax.__version__,
+        "routes": _ROUTES.value,
+        "composition": _COMPOSITION.value,
+        "rounds": _ROUNDS.value,
+        "product": scale.product,
+        "not_measured": _not_measured(mesh),
+    }
+    # Drawn between rounds only, so that nothing runs beside what is timed.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        rates = measure_rates(mesh, _watched(stopwatch, progress, "link and memory", 1))
+        for name, rate in rates._asdict().items():
+            measured[f"{name}_bytes_per_s"] = rate and rate._asdict()
+        measured["shapes"] = {}
+        for name in _SHAPES.value:
+            watched = _watched(stopwatch, progress, name, 2)
+            measured["shapes"][name] = measure(_KNOWN[name], mesh, scale, rates, watched)
+            if _JSON.value:
+                with open(_JSON.value, "w") as file:
+                    json.dump(measured, file, indent=1)
     check()
-    if _JSON.value:
-        with open(_JSON.value, "w") as file:
-            json.dump(figures, file, indent=1)
+    report(measured)
 
 
-def measure(shape: Shape, mesh: Mesh) -> dict[str, dict[str, float]]:
-    """Milliseconds and rates per GPU, in a burst and sustained."""
-    layer, product = layer_program(shape, mesh), product_program(mesh)
-    rows = {}
-    for mode, seconds in (("burst", burst), ("sustained", sustained)):
-        layer_s, product_s = seconds([layer, product])
-        tflops = shape.flops() / layer_s / 1e12
-        cublas = 2 * _PRODUCT_WIDTH**3 / product_s / 1e12
-        rows[mode] = {
-            "ms": layer_s * 1e3,
-            "tflops": tflops,
-            "cublas_tflops": cublas,
-            "share": tflops / cublas,
+def measure_rates(mesh: Mesh, stopwatch: Stopwatch) -> Rates:
+    """What moving bytes takes on these devices, if they are GPUs."""
+    if _PLATFORM.value == "cpu":
+        return Rates(None, None)
+    repeated = {"memory": chains.memory_chain(mesh, _MEMORY_BYTES)}
+    if mesh.size > 1:
+        repeated["link"] = chains.link_chain(mesh, _LINK_BYTES)
+    seconds = stopwatch.burst(repeated)
+    moved = {"memory": 2 * _MEMORY_BYTES, "link": _LINK_BYTES}
+    rates = {
+        name: Times(*(moved[name] / s for s in (each.median, each.high, each.low)))
+        for name, each in seconds.items()
+    }
+    return Rates(rates.get("link"), rates["memory"])
+
+
+def measure(
+    shape: Shape, mesh: Mesh, scale: Scale, rates: Rates, stopwatch: Stopwatch
+) -> dict[str, Any]:
+    """The figures of one shape, per GPU.
+
+    Returns:
+      For "burst" and "sustained": seconds of the layer and of the product as median and quartiles,
+      TFLOP/s of both and the layer's share of the product's; seconds of the bound and its parts,
+      and the bound's share of the layer's time; the plan's seconds and share of the layer's. In a
+      burst also the layer's time over that of reading this GPU's experts once.
+    """
+    operands = chains.make_operands(shape, _ROUTES.value, mesh, scale.product_width)
+    config = MoEConfig(timeout_s=20.0, composition=cast(Composition, _COMPOSITION.value))
+    run = functools.partial(chains.run_in_order, operands, mesh, config)
+
+    def repeat(kind: str, guess_s: float) -> Chain:
+        return Chain(lambda calls: run((kind,) * calls), guess_s)
+
+    layer_s = scale.call_s + shape.flops() / scale.flops_per_s
+    product_s = scale.product_flops / scale.flops_per_s
+    burst = stopwatch.burst(
+        {
+            "layer": repeat("layer", layer_s),
+            "product": repeat("product", product_s),
+            "plan": repeat("plan", scale.call_s / 3),
         }
-    return rows
-
-
-def burst(programs: list[Program]) -> list[float]:
-    """Seconds of one computation of each program, after a pause."""
-    return [_seconds_per_call([program], _BURST_S, _PAUSE_S)[0] for program in programs]
-
-
-def sustained(programs: list[Program]) -> list[float]:
-    """Seconds of one computation of each program, run in turn without pauses."""
-    return _seconds_per_call(programs, _SUSTAINED_S, 0.0)
-
-
-def _seconds_per_call(programs: list[Program], longer_s: float, pause_s: float) -> list[float]:
-    counts = [max(2, round(longer_s / program.guess_s)) for program in programs]
-    samples: list[list[float]] = [[] for _ in programs]
-    for turn in range(_ROUNDS.value + 2):
-        for program, count, sample in zip(programs, counts, samples, strict=True):
-            # A third of the calls, so that the shorter program runs in the same state of the chip.
-            fewer = max(1, count // 3)
-            seconds = {}
-            for calls in (fewer, count):
-                time.sleep(pause_s)
-                start = time.perf_counter()
-                jax.block_until_ready(program.run(program.operands, calls))
-                seconds[calls] = time.perf_counter() - start
-            if turn >= 2:
-                sample.append((seconds[count] - seconds[fewer]) / (count - fewer))
-    return [statistics.median(sample) for sample in samples]
-
-
-def layer_program(shape: Shape, mesh: Mesh) -> Program:
-    """The layer, one call after the other, with routes of its own in each of eight."""
-    gpus = mesh.size
-    experts = max(1, shape.experts * gpus // 2)
-    sharded = NamedSharding(mesh, P("ep"))
-
-    @functools.partial(jax.jit, static_argnums=(0, 1), out_shardings=sharded)
-    def normal(seed: int, sizes: tuple[int, ...]) -> jax.Array:
-        scale = sizes[-2] ** -0.5
-        return scale * jax.random.normal(jax.random.key(seed), sizes, jnp.bfloat16)
-
-    x = normal(0, (gpus * shape.tokens, shape.hidden)) * shape.tokens**0.5
-    weights = (
-        normal(1, (experts, shape.hidden, shape.inner)),
-        normal(2, (experts, shape.hidden, shape.inner)),
-        normal(3, (experts, shape.inner, shape.hidden)),
     )
-    generator = np.random.default_rng(0)
-    routes = np.stack([draw_routes(generator, x.shape[0], experts, shape.top_k) for _ in range(8)])
-    ids = jax.device_put(routes, NamedSharding(mesh, P(None, "ep")))
-    router_weights = jax.device_put(np.ones(routes.shape[1:], np.float32), sharded)
-    layer = functools.partial(moe, mesh=mesh, axis_name="ep", config=MoEConfig(timeout_s=20.0))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(operands: Any, calls: int) -> jax.Array:
-        x, ids, router_weights, weights = operands
-        y, after_last_call = x, jnp.int32(0)
-        for call in range(calls):
-            y = layer(x, ids[call % len(ids)] + after_last_call, router_weights, *weights)
-            after_last_call = (0 * y[0, 0]).astype(jnp.int32)
-        return y
-
-    guess_s = shape.flops() / 4e14 + 3e-4
-    return Program(run, (x, ids, router_weights, weights), guess_s)
+    sustained = stopwatch.sustained(run, "layer", "product", layer_s + product_s)
+    link_s = 0.0
+    if rates.link:
+        link_bytes = bound.link_bytes(shape, np.asarray(operands.ids), mesh.size)
+        link_s = link_bytes / rates.link.median
+    figures = {
+        mode: _figures(shape, scale, times, burst["plan"], link_s)
+        for mode, times in (("burst", burst), ("sustained", sustained))
+    }
+    if rates.memory:
+        reading_s = bound.weight_bytes(shape) / rates.memory.median
+        figures["burst"]["over_reading_weights"] = burst["layer"].median / reading_s
+    return figures
 
 
-def product_program(mesh: Mesh) -> Program:
-    """An 8192³ product of random bf16 matrices on every GPU at once."""
-    width = _PRODUCT_WIDTH
-    sharded = NamedSharding(mesh, P("ep"))
-    sizes = (mesh.size, width, width)
-    operands = [
-        jax.jit(
-            lambda key: jax.random.normal(key, sizes, jnp.bfloat16) / width**0.5,
-            out_shardings=sharded,
-        )(jax.random.key(seed))
-        for seed in range(2)
-    ]
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(operands: Any, calls: int) -> jax.Array:
-        def body(a: jax.Array, b: jax.Array) -> jax.Array:
-            product = a[0]
-            for _ in range(calls):
-                product = product @ b[0]
-            return product[None]
-
-        return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(*operands)
-
-    return Program(run, operands, 2 * width**3 / 7e14)
+def _figures(
+    shape: Shape, scale: Scale, times: dict[str, Times], plan: Times, link_s: float
+) -> dict[str, Any]:
+    layer_s, product_s = times["layer"].median, times["product"].median
+    compute_s = shape.flops() * product_s / scale.product_flops
+    bound_s = None if _PLATFORM.value == "cpu" else max(compute_s, link_s)
+    return {
+        "layer_s": times["layer"]._asdict(),
+        "product_s": times["product"]._asdict(),
+        "tflops": shape.flops() / layer_s / 1e12,
+        "product_tflops": scale.product_flops / product_s / 1e12,
+        "share": compute_s / layer_s,
+        "compute_s": compute_s,
+        "link_s": link_s,
+        "bound_s": bound_s,
+        "share_of_bound": bound_s and bound_s / layer_s,
+        "plan_s": plan._asdict(),
+        "plan_share": plan.median / layer_s,
+    }
 
 
-def draw_routes(
-    generator: np.random.Generator, tokens: int, experts: int, top_k: int
-) -> np.ndarray:
-    """int32 [tokens, top_k]: distinct experts per token, by --routes."""
-    if _ROUTES.value == "balanced":
-        first = np.arange(tokens) * top_k % experts
-        columns = (first[:, None] + np.arange(top_k)) % experts
-        return generator.permutation(experts)[columns].astype(np.int32)
-    scores = generator.gumbel(size=(tokens, experts))
-    if _ROUTES.value == "zipf":
-        scores -= _ZIPF_EXPONENT * np.log(1 + generator.permutation(experts))
-    return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+def _not_measured(mesh: Mesh) -> list[str]:
+    if _PLATFORM.value == "cpu":
+        return [
+            "link and memory, which CPU devices do not have to themselves, and so the bound and "
+            "the reading of weights",
+            "anything of use: sizes and repeats are too small for that on CPU devices",
+        ]
+    return ["the link, which one GPU has no use for"] if mesh.size == 1 else []
+
+
+def _watched(stopwatch: Stopwatch, progress: Progress, name: str, times: int) -> Stopwatch:
+    """The stopwatch, whose rounds of so many measurements are shown under this name."""
+    task = progress.add_task(name, total=times * stopwatch.all_rounds)
+    advance = functools.partial(progress.update, task, advance=1, refresh=True)
+    return dataclasses.replace(stopwatch, after_round=advance)

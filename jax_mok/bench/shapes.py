@@ -14,6 +14,10 @@ class Shape(NamedTuple):
     experts: int
     top_k: int
 
+    def experts_of(self, gpus: int) -> int:
+        """Experts of so many GPUs, each with as many as of two."""
+        return max(1, self.experts // 2) * gpus
+
     def flops(self) -> int:
         """Of one GPU's forward pass, when the load is balanced."""
         return 6 * self.tokens * self.top_k * self.hidden * self.inner
@@ -28,3 +32,6 @@ SHAPES = {
     "deepseek-v3-1024": Shape(1024, 7168, 2048, 32, 8),
     "deepseek-v3-128": Shape(128, 7168, 2048, 32, 8),
 }
+
+TOY = {"toy": Shape(32, 64, 64, 4, 2)}
+"""To try a measurement where its figures mean nothing."""

@@ -1,0 +1,43 @@
+"""What no layer can beat: the arithmetic at the rate of cuBLAS, the bytes at that of the link.
+
+With T tokens a GPU, K choices a token, widths H and I, n GPUs, bf16:
+
+    compute = 6·T·K·H·I / (cuBLAS's FLOP/s in the same mode)
+    link    = 2·H·(U + T·K·(n−1)/n) / (the link's bytes/s each way, both ways busy)
+    bound   = max(compute, link)
+
+A GPU takes in U unique tokens of its peers (each once, however many of its experts they chose) and
+the output rows of its own tokens' choices that went to peers; as much goes out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_mok.bench.shapes import Shape
+
+_BYTES = 2  # of a bf16
+
+
+def link_bytes(shape: Shape, routes: np.ndarray, gpus: int) -> float:
+    """Bytes each way over a GPU's link.
+
+    Args:
+      shape: the layer.
+      routes: int32 [..., n·T, K], experts of all tokens, those of one GPU after the other.
+      gpus: n.
+
+    Returns:
+      The formula above, U being the mean over GPUs and leading dimensions.
+    """
+    owners = routes.reshape(-1, gpus, shape.tokens, shape.top_k) // (shape.experts_of(gpus) // gpus)
+    goes_to = np.any(owners[..., None] == np.arange(gpus), axis=-2)  # [·, home, token, rank]
+    remote = goes_to & ~np.eye(gpus, dtype=bool)[:, None, :]
+    unique_tokens = np.count_nonzero(remote) / (len(owners) * gpus)
+    rows = shape.tokens * shape.top_k * (gpus - 1) / gpus
+    return _BYTES * shape.hidden * (unique_tokens + rows)
+
+
+def weight_bytes(shape: Shape) -> int:
+    """Bytes of the experts' weights on one GPU."""
+    return _BYTES * 3 * shape.hidden * shape.inner * shape.experts_of(1)

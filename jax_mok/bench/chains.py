@@ -1,0 +1,175 @@
+"""Programs that chain calls, each of which waits for the one before it on its own device.
+
+The time of a call is a difference between programs that chain more and fewer of them, so what
+starting a program costs on the host drops out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_mok.bench.routes import draw_routes
+from jax_mok.bench.shapes import Shape
+from jax_mok.config import MoEConfig
+from jax_mok.moe import moe_ffn
+from jax_mok.plan import build_plan
+
+AXIS = "ep"
+_TURNS = 8  # routes of their own for so many calls: repeated ones would keep weights in cache
+
+
+class Chain(NamedTuple):
+    """A computation that can be repeated.
+
+    Attributes:
+      run: makes so many calls in a row and returns arrays to wait for.
+      guess_s: a guess at the seconds of one.
+    """
+
+    run: Callable[[int], Any]
+    guess_s: float
+
+
+class Operands(NamedTuple):
+    """Of the layer and of a plain product, in bf16 but for ids and router weights.
+
+    x [n·T, H], ids [turns, n·T, K], router_weights [n·T, K], gate and up [E, H, I], down [E, I, H];
+    left and right [n, width, width], a matrix a device.
+    """
+
+    x: jax.Array
+    ids: jax.Array
+    router_weights: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    left: jax.Array
+    right: jax.Array
+
+
+_SPECS = Operands._make([P(AXIS), P(None, AXIS), *[P(AXIS)] * 6])
+
+
+def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands:
+    """Random operands of unit variance after each product, and routes of that kind."""
+    n, experts = mesh.size, shape.experts_of(mesh.size)
+
+    @functools.partial(
+        jax.jit, static_argnums=(0, 1, 2), out_shardings=NamedSharding(mesh, P(AXIS))
+    )
+    def normal(seed: int, sizes: tuple[int, ...], fan_in: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), sizes, jnp.bfloat16) / fan_in**0.5
+
+    def place(array: np.ndarray, spec: P) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    generator = np.random.default_rng(0)
+    tokens = n * shape.tokens
+    ids = np.stack(
+        [draw_routes(routes, generator, tokens, experts, shape.top_k) for _ in range(_TURNS)]
+    )
+    return Operands(
+        x=normal(0, (tokens, shape.hidden), 1),
+        ids=place(ids, P(None, AXIS)),
+        router_weights=place(np.ones((tokens, shape.top_k), np.float32), P(AXIS)),
+        gate=normal(1, (experts, shape.hidden, shape.inner), shape.hidden),
+        up=normal(2, (experts, shape.hidden, shape.inner), shape.hidden),
+        down=normal(3, (experts, shape.inner, shape.hidden), shape.inner),
+        left=normal(4, (n, width, width), 1),
+        right=normal(5, (n, width, width), width),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def run_in_order(
+    operands: Operands, mesh: Mesh, config: MoEConfig, order: tuple[str, ...]
+) -> list[jax.Array]:
+    """Calls of "layer", "product" (of the two matrices, on every device) and "plan" in that order.
+
+    Returns:
+      The last result of each kind.
+    """
+    body = functools.partial(_run_on_a_device, config=config, order=order)
+    return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS))(operands)
+
+
+def _run_on_a_device(
+    operands: Operands, *, config: MoEConfig, order: tuple[str, ...]
+) -> list[jax.Array]:
+    x, all_ids, router_weights, gate, up, down, left, right = operands
+    num_experts = gate.shape[0] * jax.lax.axis_size(AXIS)
+    results: dict[str, jax.Array] = {}
+    product, previous = left[0], ""
+    zero = jnp.int32(0)  # known only when the call before has ended
+    turns = itertools.cycle(range(_TURNS))
+    for kind in order:
+        if kind == "layer":
+            ids = all_ids[next(turns)] + zero
+            y = moe_ffn(x, ids, router_weights, gate, up, down, axis_name=AXIS, config=config)
+            results[kind], zero = y, (0 * y[0, 0]).astype(jnp.int32)
+        elif kind == "product":
+            if previous not in ("", kind):
+                # In place, and one element only: a product depends on the one before it anyway.
+                corner = product[:1, :1] + zero.astype(product.dtype)
+                product = jax.lax.dynamic_update_slice(product, corner, (0, 0))
+            product = product @ right[0]
+            results[kind], zero = product[None], (0 * product[0, 0]).astype(jnp.int32)
+        else:
+            ids = all_ids[next(turns)] + zero
+            plan = build_plan(ids, num_experts=num_experts, axis_name=AXIS, config=config)
+            # XLA does not know that a count is never negative.
+            results[kind], zero = plan.counts, jnp.minimum(plan.out_of_range, 0)
+        previous = kind
+    return list(results.values())
+
+
+def link_chain(mesh: Mesh, local_bytes: int) -> Chain:
+    """Every device sends so many bytes to its right neighbour and takes as many from its left."""
+    to_right = [(rank, (rank + 1) % mesh.size) for rank in range(mesh.size)]
+
+    def body(values: jax.Array, calls: int) -> jax.Array:
+        for _ in range(calls):
+            values = jax.lax.ppermute(values, AXIS, to_right)
+        return values
+
+    return _chain_of_bytes(mesh, local_bytes, body, guess_s=local_bytes / 3e11)
+
+
+def memory_chain(mesh: Mesh, local_bytes: int) -> Chain:
+    """Every device copies so many bytes within its memory: it reads and writes as many."""
+    values = _device_bytes(mesh, local_bytes)
+    copy = jax.jit(jnp.copy)  # XLA copies what it returns, by the driver's own routine
+
+    def run(calls: int) -> jax.Array:
+        for _ in range(calls):
+            result = copy(values)
+        return result
+
+    return Chain(run, guess_s=2 * local_bytes / 4e12)
+
+
+def _chain_of_bytes(
+    mesh: Mesh, local_bytes: int, body: Callable[..., jax.Array], guess_s: float
+) -> Chain:
+    values = _device_bytes(mesh, local_bytes)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(values: jax.Array, calls: int) -> jax.Array:
+        on_a_device = functools.partial(body, calls=calls)
+        return jax.shard_map(on_a_device, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(values)
+
+    return Chain(functools.partial(run, values), guess_s)
+
+
+def _device_bytes(mesh: Mesh, local_bytes: int) -> jax.Array:
+    sharding = NamedSharding(mesh, P(AXIS))
+    return jnp.zeros(mesh.size * local_bytes // 2, jnp.bfloat16, device=sharding)

@@ -1,0 +1,58 @@
+"""The table of `python -m jax_mok.bench layer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_WITHOUT_TERMINAL = 140
+_CAPTION = """\
+share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
+layer's time; plan: build_plan's share of it; weights: it over reading this GPU's experts once"""
+
+
+def report(measured: dict[str, Any]) -> None:
+    """Prints what `jax_mok.bench.layer` has measured, as it writes it to --json."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(
+        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
+        f"routes, composition {measured['composition']}; median of {measured['rounds']} rounds "
+        "± half the interquartile range"
+    )
+    table = Table(caption=_CAPTION, caption_justify="left")
+    for column in ("shape", "mode", "ms", "TFLOP/s", measured["product"], "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("bound, ms", "of it", "plan", "weights"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, modes in measured["shapes"].items():
+        for mode, row in modes.items():
+            table.add_row(name, mode, *_cells(row))
+    console.print(table)
+    for name in ("link", "memory"):
+        rate = measured[f"{name}_bytes_per_s"]
+        if rate is not None:
+            console.print(f"{name}: {_plus_minus(rate, 1e-9, '.0f')} GB/s a GPU")
+    for line in measured["not_measured"]:
+        console.print(f"not measured: {line}")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        _plus_minus(row["layer_s"], 1e3, ".3f"),
+        f"{row['tflops']:.0f}",
+        f"{row['product_tflops']:.0f}",
+        f"{row['share']:.3f}",
+        "" if row["bound_s"] is None else f"{row['bound_s'] * 1e3:.3f}",
+        "" if row["bound_s"] is None else f"{row['share_of_bound']:.3f}",
+        f"{row['plan_share']:.1%}",
+        f"{row['over_reading_weights']:.2f}" if "over_reading_weights" in row else "",
+    ]
+
+
+def _plus_minus(times: dict[str, float], unit: float, digits: str) -> str:
+    spread = (times["high"] - times["low"]) / 2
+    return f"{times['median'] * unit:{digits}} ± {spread * unit:{digits}}"

@@ -1,0 +1,82 @@
+"""Times of chained calls in the two states of a GPU: after a pause, and without any."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax_mok.bench.chains import Chain
+from jax_mok.bench.timing import Times, difference, time_rounds
+
+_WARM_UP = 4  # XLA replays a program without the host from the fourth run on
+_PAUSE_S = 0.015
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopwatch:
+    """How long to measure.
+
+    Attributes:
+      burst_s: what the longer program of a burst takes, about.
+      sustained_s: what the shortest of the sustained programs takes, about.
+      rounds: timed rounds.
+      after_round: called after each round.
+    """
+
+    burst_s: float
+    sustained_s: float
+    rounds: int
+    after_round: Callable[[], None] = lambda: None
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds of one measurement, those included that are not counted."""
+        return _WARM_UP + self.rounds
+
+    def burst(self, repeated: Mapping[str, Chain]) -> dict[str, Times]:
+        """Seconds of one call of each chain, after a pause."""
+        programs: dict[tuple[str, int], Callable[[int], Any]] = {}
+        counts = {}
+        for name, chain in repeated.items():
+            many = max(2, round(self.burst_s / chain.guess_s))
+            # A third of the calls, so that the shorter program runs in the same state of the chip.
+            counts[name] = many, max(1, many // 3)
+            for calls in counts[name]:
+                programs[name, calls] = _bind(chain.run, calls)
+        seconds = time_rounds(
+            programs,
+            self.rounds,
+            warm_up=_WARM_UP,
+            pause_s=_PAUSE_S,
+            after_round=self.after_round,
+        )
+        return {
+            name: difference(seconds[name, many], seconds[name, few], many - few)
+            for name, (many, few) in counts.items()
+        }
+
+    def sustained(
+        self, run: Callable[[tuple[str, ...]], Any], first: str, second: str, guess_s: float
+    ) -> dict[str, Times]:
+        """Seconds of two calls in turn without a pause.
+
+        Args:
+          run: makes the named calls in that order and returns arrays to wait for.
+          first: name of a call.
+          second: name of the other.
+          guess_s: a guess at the seconds of both together.
+
+        Returns:
+          By name, how much longer the turns (first, second) take if all of them have it twice.
+        """
+        turns = max(2, round(self.sustained_s / guess_s))
+        orders = {"": (first, second), first: (first, first, second)}
+        orders[second] = (first, second, second)
+        programs = {twice: _bind(run, order * turns) for twice, order in orders.items()}
+        seconds = time_rounds(programs, self.rounds, warm_up=_WARM_UP, after_round=self.after_round)
+        return {twice: difference(seconds[twice], seconds[""], turns) for twice in (first, second)}
+
+
+def _bind(function: Callable[[Any], Any], argument: Any) -> Callable[[int], Any]:
+    return lambda _: function(argument)

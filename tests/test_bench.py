@@ -1,0 +1,88 @@
+"""The measurements run, and their arithmetic is right. What they measure is not looked at."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_mok.bench import bound
+from jax_mok.bench.routes import KINDS, draw_routes
+from jax_mok.bench.shapes import Shape
+from jax_mok.bench.timing import Times, difference, time_rounds
+
+
+def run(name: str, *flags: str, devices: int, cwd: os.PathLike) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "jax_mok.bench", name, *flags],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        },
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
+    flags = ("--platform=cpu", "--shapes=toy", "--rounds=2", "--json=figures.json")
+    finished = run("layer", *flags, "--composition=composed", devices=devices, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert f"{devices} x cpu" in finished.stdout
+    assert "composition composed" in finished.stdout
+    assert "not measured: link and memory" in finished.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["link_bytes_per_s"] is None
+    assert set(figures["shapes"]["toy"]) == {"burst", "sustained"}
+    for row in figures["shapes"]["toy"].values():
+        assert row["bound_s"] is None
+        assert set(row["layer_s"]) == {"median", "low", "high"}
+
+
+def test_unknown_shapes_are_named(tmp_path):
+    finished = run("layer", "--shapes=tiny", devices=1, cwd=tmp_path)
+    assert finished.returncode != 0
+    assert "unknown --shapes tiny; known: qwen3-30b-a3b" in finished.stdout + finished.stderr
+
+
+def test_link_carries_a_token_once_to_a_rank_and_every_output_row_home():
+    shape = Shape(tokens=2, hidden=10, inner=1, experts=4, top_k=2)
+    routes = np.array([[0, 1], [0, 2], [0, 1], [3, 2]])  # two tokens a GPU, two experts a GPU
+    unique_tokens = (1 + 1) / 2  # token 1 to GPU 1, token 2 to GPU 0
+    rows = 2 * 2 / 2
+    assert bound.link_bytes(shape, routes, 2) == 2 * 10 * (unique_tokens + rows)
+    assert bound.link_bytes(shape, np.stack([routes, routes]), 2) == 60
+
+
+def test_one_gpu_has_no_link_and_reads_all_its_experts():
+    shape = Shape(tokens=3, hidden=10, inner=7, experts=4, top_k=1)
+    assert bound.link_bytes(shape, np.array([[0], [1], [1]]), 1) == 0
+    assert bound.weight_bytes(shape) == 2 * 3 * 10 * 7 * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_goes_to_distinct_experts(kind):
+    routes = draw_routes(kind, np.random.default_rng(0), 100, 12, 5)
+    assert (routes.shape, routes.dtype) == ((100, 5), np.int32)
+    assert all(len(set(row)) == 5 for row in routes.tolist())
+    assert 0 <= routes.min() <= routes.max() < 12
+
+
+def test_every_call_is_timed_in_every_round_but_those_that_warm_up():
+    turns = {"a": [], "b": []}
+    rounds = []
+    calls = {name: list_of.append for name, list_of in turns.items()}
+    seconds = time_rounds(calls, 5, warm_up=2, after_round=lambda: rounds.append(0))
+    assert turns == {"a": list(range(7)), "b": list(range(7))}
+    assert [len(seconds[name]) for name in "ab"] == [5, 5]
+    assert len(rounds) == 7
+
+
+def test_a_difference_of_programs_is_taken_round_by_round():
+    assert difference([9.0, 14.0, 23.0], [1.0, 2.0, 3.0], 4) == Times(3.0, 2.5, 4.0)
