@@ -21,28 +21,23 @@ __device__ inline float silu(float gate) {
   return __fmul_rn(gate, quotient);
 }
 
-// The pre-activations are rounded to bf16 first, so that keeping them and computing them anew give
-// the same bits. Rounding never crosses the clamp: whether the gradient is cut off is decided alike
-// before and after it.
+// Rounding to bf16 may not cross the clamp: whether the gradient is cut off is decided alike before
+// and after it. So values move to the bf16 neighbour of the clamp on their side, if beyond it.
 __device__ inline float keep_side_of_clamp(float value, const Clamp& clamp) {
   return value < clamp.limit ? fminf(value, clamp.below)
                              : (value < clamp.not_below ? clamp.not_below : value);
 }
 
-__device__ inline uint32_t round_gates(float low, float high, const Clamp& clamp) {
-  if (clamp.is_finite()) {
-    low = keep_side_of_clamp(low, clamp);
-    high = keep_side_of_clamp(high, clamp);
+// For accumulators in panels of gate and up by turns.
+template <int kCount>
+__device__ void keep_sides_of_clamp(float (&accumulators)[kCount], const Clamp& clamp) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool is_gate = i / kPanelAccumulators % 2 == 0;
+    float& value = accumulators[i];
+    value = is_gate ? keep_side_of_clamp(value, clamp)
+                    : copysignf(keep_side_of_clamp(fabsf(value), clamp), value);
   }
-  return pack_bf16(low, high);
-}
-
-__device__ inline uint32_t round_ups(float low, float high, const Clamp& clamp) {
-  if (clamp.is_finite()) {
-    low = copysignf(keep_side_of_clamp(fabsf(low), clamp), low);
-    high = copysignf(keep_side_of_clamp(fabsf(high), clamp), high);
-  }
-  return pack_bf16(low, high);
 }
 
 __device__ inline float swiglu(float gate, float up, float limit) {
@@ -62,15 +57,26 @@ constexpr int kGroupColumns = 16;
 constexpr int kPanelGroups = kPanelColumns / kGroupColumns;
 constexpr int kGroupWords = kGroupColumns * kWarpRows / kWarp / 2;  // of two bf16
 
+// The i-th word of a group of a panel's accumulators.
+__device__ inline uint32_t pack_pair(const float* panel, int group, int i) {
+  const float* const pair = panel + (group * kGroupWords + i) * 2;
+  return pack_bf16(pair[0], pair[1]);
+}
+
+__device__ inline uint4 pack_group(const float* panel, int group) {
+  return {pack_pair(panel, group, 0), pack_pair(panel, group, 1), pack_pair(panel, group, 2),
+          pack_pair(panel, group, 3)};
+}
+
 // Writes a group of a panel to a warp's staging buffer, rows of 128 bytes in the 128-byte swizzle.
-__device__ inline void stage_group(Element* buffer, int group,
-                                   const uint32_t (&words)[kGroupWords]) {
+template <typename Word>
+__device__ void stage_group(Element* buffer, int group, const Word& word) {
   const int lane = threadIdx.x % kWarp;
   const int row = lane % kWarpRows;
   const int eighth = (group * 2 + lane / kWarpRows) ^ (row % 8);
   auto* const address =
       reinterpret_cast<cute::uint128_t*>(buffer + row * kPanelColumns + eighth * 8);
-  cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3], *address);
+  cute::SM90_U32x4_STSM_N::copy(word(0), word(1), word(2), word(3), *address);
 }
 
 // Sends a staged panel of hidden rows to the ring. All lanes call it.

@@ -94,7 +94,7 @@ class Multiplier {
     return work.tile + (work.tiles == kBlockTiles ? half_ : 0);
   }
 
-  __device__ void store_gate_up(const BlockWork& work, const float (&accumulators)[kAccumulators]) {
+  __device__ void store_gate_up(const BlockWork& work, float (&accumulators)[kAccumulators]) {
     if (work.column_block >= params_.gate_up_columns) {
       return;
     }
@@ -104,30 +104,27 @@ class Multiplier {
     const int column =
         work.column_block * (kBlockColumns / 2) + (two_tiles ? 0 : half_ * kPanelColumns);
     announce_hidden();  // if there was no occasion; the staging buffers are free then
+    if (params_.clamp.is_finite()) {
+      keep_sides_of_clamp(accumulators, params_.clamp);
+    }
 #pragma unroll
     for (int panel = 0; panel < kPanels / 2; ++panel) {
       if (panel == 0 || two_tiles) {
+        const float* const gates = accumulators + panel * 2 * kPanelAccumulators;
+        const float* const ups = gates + kPanelAccumulators;
         const int panel_column = column + panel * kPanelColumns;
         Element* const buffer = staging(panel);
-        uint4* const saved = saved_place(tile, panel_column);
 #pragma unroll
         for (int group = 0; group < kPanelGroups; ++group) {
-          uint32_t gates[kGroupWords], ups[kGroupWords], hidden[kGroupWords];
-#pragma unroll
-          for (int i = 0; i < kGroupWords; ++i) {
-            const float* const gate =
-                accumulators + (panel * 2 * kPanelGroups + group) * kGroupWords * 2 + i * 2;
-            const float* const up = gate + kPanelAccumulators;
-            gates[i] = round_gates(gate[0], gate[1], params_.clamp);
-            ups[i] = round_ups(up[0], up[1], params_.clamp);
-            hidden[i] = swiglu_pair(gates[i], ups[i], params_.clamp.limit);
-          }
-          stage_group(buffer, group, hidden);
-          if (saved != nullptr) {
-            save_group(saved, group, gates, ups);
-          }
+          stage_group(buffer, group, [&](int i) {
+            return swiglu_pair(pack_pair(gates, group, i), pack_pair(ups, group, i),
+                               params_.clamp.limit);
+          });
         }
         store_hidden(&params_.hidden_warps, buffer, panel_column, ring_row);
+        if (tile < params_.saved_tiles && panel_column < params_.inner) {
+          save_panel(gates, ups, tile, panel_column);
+        }
       }
     }
     unannounced_ = params_.hidden_ready + tile;
@@ -150,16 +147,10 @@ class Multiplier {
       const int panel_column = column + panel * kPanelColumns;
       if ((panel < kPanels / 2 || two_tiles) && panel_column < params_.hidden) {
         Element* const buffer = staging(panel % kStagingBuffers);
+        const float* const values = accumulators + panel * kPanelAccumulators;
 #pragma unroll
         for (int group = 0; group < kPanelGroups; ++group) {
-          uint32_t words[kGroupWords];
-#pragma unroll
-          for (int i = 0; i < kGroupWords; ++i) {
-            const float* const value =
-                accumulators + (panel * kPanelGroups + group) * kGroupWords * 2 + i * 2;
-            words[i] = pack_bf16(value[0], value[1]);
-          }
-          stage_group(buffer, group, words);
+          stage_group(buffer, group, [&](int i) { return pack_pair(values, group, i); });
         }
         push_rows(buffer, panel_column, rows);
       }
@@ -167,22 +158,17 @@ class Multiplier {
     __syncwarp();
   }
 
-  // Where this thread keeps its pre-activations of 64 columns; null if it does not.
-  __device__ uint4* saved_place(int tile, int column) const {
-    if (tile >= params_.saved_tiles || column >= params_.inner) {
-      return nullptr;
-    }
+  // Keeps this thread's pre-activations of a panel; see ForwardParams::saved.
+  __device__ void save_panel(const float* gates, const float* ups, int tile, int column) const {
     constexpr int kPanelVectors = kTileRows * kPanelColumns / 8;
     const int64_t panel = int64_t{tile} * (params_.inner / kPanelColumns) + column / kPanelColumns;
-    return reinterpret_cast<uint4*>(params_.saved) + panel * 2 * kPanelVectors +
-           warp_ * kPanelGroups * kWarp + lane_;
-  }
-
-  __device__ static void save_group(uint4* place, int group, const uint32_t (&gates)[kGroupWords],
-                                    const uint32_t (&ups)[kGroupWords]) {
-    constexpr int kPanelVectors = kTileRows * kPanelColumns / 8;
-    __stcs(place + group * kWarp, {gates[0], gates[1], gates[2], gates[3]});
-    __stcs(place + kPanelVectors + group * kWarp, {ups[0], ups[1], ups[2], ups[3]});
+    uint4* const place = reinterpret_cast<uint4*>(params_.saved) + panel * 2 * kPanelVectors +
+                         warp_ * kPanelGroups * kWarp + lane_;
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      __stcs(place + group * kWarp, pack_group(gates, group));
+      __stcs(place + kPanelVectors + group * kWarp, pack_group(ups, group));
+    }
   }
 
   // Where the rows go that this thread will store.
