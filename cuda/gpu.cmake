@@ -44,7 +44,7 @@ target_link_libraries(mok_cuda PUBLIC CUDA::cudart_static)
 
 nanobind_add_module(_cuda NB_STATIC NOMINSIZE
   cuda/xla/gpu_composed.cc cuda/xla/gpu_device.cc cuda/xla/gpu_forward.cc cuda/xla/gpu_module.cc
-  cuda/xla/gpu_plan.cc cuda/xla/peers.cc cuda/xla/workspace.cc)
+  cuda/xla/gpu_plan.cc cuda/xla/gpu_weighted_sum.cc cuda/xla/peers.cc cuda/xla/workspace.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${XLA_COLLECTIVES_INCLUDE_DIR}")
 target_compile_options(_cuda PRIVATE -Wall -Wextra)
 target_link_libraries(_cuda PRIVATE mok_cuda mok_host)

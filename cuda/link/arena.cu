@@ -150,12 +150,14 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
   }
   arena->window = window;
   if (window == nullptr) {
-    return "the GPUs have no peer-to-peer access to each other's memory";
+    return "the GPUs have no peer-to-peer access to each other's memory: use MoEConfig(composition="
+           "'collective')";
   }
   // Asked for only now: registration is what makes NCCL find out.
   if (const int near = nccl()->team_lsa(comm).nRanks; near != arena->layout.ranks) {
     return "only " + std::to_string(near) + " of the " + std::to_string(arena->layout.ranks) +
-           " ranks of the mesh axis share an NVLink domain: keep the axis inside one";
+           " ranks of the mesh axis share an NVLink domain: keep the axis inside one, or use "
+           "MoEConfig(composition='collective')";
   }
   find_peers<<<1, 32, 0, stream>>>(window, arena->layout.ranks, arena->bases);
   cudaError_t status = cudaGetLastError();

@@ -41,6 +41,12 @@ struct PlanCall {
   PlanTables tables;
   Segments segments;
 
+  // To be called first in every kernel: one load, so that the loops need no second way to the rank.
+  __device__ void find_rank() {
+    if (source.rank != nullptr) {
+      rank = *source.rank;
+    }
+  }
   __device__ int64_t choices() const { return shape.ranks * shape.choices(); }
   __device__ int64_t begin(int64_t segment) const {
     const int64_t first = segment * segments.choices;
@@ -49,8 +55,9 @@ struct PlanCall {
   __device__ bool is_own(int64_t choice) const { return choice / shape.choices() == rank; }
 };
 
-__global__ void __launch_bounds__(kThreads) count_choices(const PlanCall call) {
+__global__ void __launch_bounds__(kThreads) count_choices(PlanCall call) {
   extern __shared__ int32_t counts[];
+  call.find_rank();
   const int32_t bins = bins_of(call.shape);
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
     counts[bin] = 0;
@@ -258,8 +265,9 @@ __device__ void place_of_warp(const PlanCall& call, int32_t* next_row, int64_t b
   }
 }
 
-__global__ void __launch_bounds__(kThreads) place_choices(const PlanCall call) {
+__global__ void __launch_bounds__(kThreads) place_choices(PlanCall call) {
   extern __shared__ int32_t memory[];
+  call.find_rank();
   const PlanShape& shape = call.shape;
   const PlaceShared shared(memory, shape.experts);
   const int warp = threadIdx.x / kWarp;
@@ -297,8 +305,9 @@ __global__ void __launch_bounds__(kThreads) place_choices(const PlanCall call) {
 }
 
 // One block per chunk: a round of pulls takes one row from every rank that has any left.
-__global__ void __launch_bounds__(kThreads) order_pulls(const PlanCall call) {
+__global__ void __launch_bounds__(kThreads) order_pulls(PlanCall call) {
   extern __shared__ int32_t memory[];
+  call.find_rank();
   const PlanShape& shape = call.shape;
   int32_t* const rows_of_visit = memory;              // [ranks]
   int32_t* const next_index = memory + shape.ranks;   // [ranks]

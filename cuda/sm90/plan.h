@@ -16,9 +16,11 @@ struct PlanSource {
   int32_t* scratch;       // [plan_scratch_words]
   uint64_t* to_pull;  // [max_rows / 64], zero before: sets bit r of word t if row 64 t + r is the
                       // first that needs its token, a peer's; may be null
+  const int32_t* rank = nullptr;  // if not null, read when the kernels run, instead of an argument
 };
 
-// Fills one rank's tables. `tables.pull_order` may be null.
+// Fills the tables of one rank: `rank`, or what `source.rank` points to. `tables.pull_order` may be
+// null.
 cudaError_t build_plan(const PlanShape& shape, int32_t rank, const PlanSource& source,
                        const PlanTables& tables, cudaStream_t stream);
 

@@ -74,6 +74,35 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSu
                                                  pack(sum[4], sum[5]), pack(sum[6], sum[7])};
 }
 
+__device__ float to_f32(float value) { return value; }
+__device__ float to_f32(uint16_t bf16) { return low_half(bf16); }
+__device__ void store(float sum, float* to) { *to = sum; }
+__device__ void store(float sum, uint16_t* to) { *to = static_cast<uint16_t>(pack(sum, 0.0f)); }
+
+// A thread sums one column of a token.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    sum_columns(const T* slots, const int32_t* slot_rank, const float* weights, int64_t tokens,
+                int64_t top_k, int64_t width, T* out) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t token = index / width;
+  if (token >= tokens) {
+    return;
+  }
+  const int64_t column = index - token * width;
+  float sum = 0.0f;
+  for (int64_t choice = token * top_k; choice < (token + 1) * top_k; ++choice) {
+    if (slot_rank[choice] != kMaskedChoice) {
+      sum = __fadd_rn(sum, __fmul_rn(weights[choice], to_f32(slots[choice * width + column])));
+    }
+  }
+  store(sum, out + index);
+}
+
+unsigned blocks_of(int64_t threads) {
+  return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+}
+
 }  // namespace
 
 cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream) {
@@ -81,15 +110,32 @@ cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream) {
   if (threads == 0) {
     return cudaSuccess;
   }
-  const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
   const auto kernel =
       params.slots == nullptr ? weighted_sum_kernel<true> : weighted_sum_kernel<false>;
-  kernel<<<blocks, kThreads, 0, stream>>>(params);
+  kernel<<<blocks_of(threads), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
+template <typename T>
+cudaError_t weighted_sum_of_slots(const T* slots, const int32_t* slot_rank, const float* weights,
+                                  int64_t tokens, int64_t top_k, int64_t width, T* out,
+                                  cudaStream_t stream) {
+  if (tokens * width == 0) {
+    return cudaSuccess;
+  }
+  sum_columns<<<blocks_of(tokens * width), kThreads, 0, stream>>>(slots, slot_rank, weights, tokens,
+                                                                  top_k, width, out);
+  return cudaGetLastError();
+}
+
+template cudaError_t weighted_sum_of_slots(const float*, const int32_t*, const float*, int64_t,
+                                           int64_t, int64_t, float*, cudaStream_t);
+template cudaError_t weighted_sum_of_slots(const uint16_t*, const int32_t*, const float*, int64_t,
+                                           int64_t, int64_t, uint16_t*, cudaStream_t);
+
 cudaError_t load_weighted_sum() {
-  return load_kernels(weighted_sum_kernel<true>, weighted_sum_kernel<false>);
+  return load_kernels(weighted_sum_kernel<true>, weighted_sum_kernel<false>, sum_columns<float>,
+                      sum_columns<uint16_t>);
 }
 
 }  // namespace mok::sm90

@@ -27,7 +27,14 @@ struct WeightedSumParams {
 
 cudaError_t weighted_sum(const WeightedSumParams& params, cudaStream_t stream);
 
-// Loads the kernel onto the current device.
+// The same of rows in their home slots, [tokens, top_k, width] of any width, in T: float, or
+// uint16_t for bf16.
+template <typename T>
+cudaError_t weighted_sum_of_slots(const T* slots, const int32_t* slot_rank, const float* weights,
+                                  int64_t tokens, int64_t top_k, int64_t width, T* out,
+                                  cudaStream_t stream);
+
+// Loads the kernels onto the current device.
 cudaError_t load_weighted_sum();
 
 }  // namespace mok::sm90

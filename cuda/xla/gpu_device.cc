@@ -64,6 +64,15 @@ std::string prepare_device(int32_t ordinal) {
   return std::string("preparing a GPU: ") + cudaGetErrorString(error);
 }
 
+bool can_reach(int32_t ordinal, int32_t peer) {
+  int answer = 0;
+  if (cudaDeviceCanAccessPeer(&answer, ordinal, peer) != cudaSuccess) {
+    cudaGetLastError();  // not that of a later launch
+    return true;
+  }
+  return answer != 0;
+}
+
 Device device_of(int32_t ordinal) {
   const std::lock_guard lock(mutex);
   return devices()[ordinal];

@@ -21,6 +21,10 @@ struct Device {
 // Returns what went wrong, or nothing.
 std::string prepare_device(int32_t ordinal);
 
+// Whether a GPU of this process can reach the memory of another one. It only asks the driver; if
+// that does not answer, yes: the set-up of peer memory will say more.
+bool can_reach(int32_t ordinal, int32_t peer);
+
 // A device that `prepare_device` has prepared.
 Device device_of(int32_t ordinal);
 

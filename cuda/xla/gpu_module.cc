@@ -5,6 +5,7 @@
 #include "xla/gpu_device.h"
 #include "xla/gpu_forward.h"
 #include "xla/gpu_plan.h"
+#include "xla/gpu_weighted_sum.h"
 #include "xla/python.h"
 #include "xla/workspace.h"
 
@@ -37,6 +38,9 @@ nb::dict registrations() {
   targets["jax_mok_plan_alone"] = stages_alone(MokPlanAloneInitialize, MokPlanAloneExecute);
   targets["jax_mok_plan_peers"] =
       stages_with_peers(MokPlanPeersPrepare, MokPlanPeersInitialize, MokPlanPeersExecute);
+  targets["jax_mok_plan_of_gathered_routes"] =
+      stages_alone(MokPlanOfGatheredRoutesInitialize, MokPlanOfGatheredRoutesExecute);
+  targets["jax_mok_weighted_sum"] = stages_alone(MokWeightedSumInitialize, MokWeightedSumExecute);
   return targets;
 }
 
@@ -87,6 +91,7 @@ NB_MODULE(_cuda, module) {
   module.def("registrations", &registrations);
   module.def("take_faults", &take_faults);
   module.def("launched_calls", &launched_calls);
+  module.def("can_reach", &can_reach, nb::arg("device"), nb::arg("peer"));
   module.def("plan_fits", &plan_fits, nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"),
              nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
   module.def("plan_workspace_bytes", &plan_workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),

@@ -39,6 +39,18 @@ struct PlanAttributes {
   uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
 };
 
+// Of a call whose routes come gathered: there is nobody to meet.
+struct GatheredPlanAttributes {
+  int32_t ranks;
+  int64_t tokens;
+  int32_t top_k;
+  int32_t experts;
+  int32_t tile_rows;
+  int64_t chunk_rows;
+
+  PlanShape shape() const { return {ranks, tokens, top_k, experts, tile_rows, chunk_rows}; }
+};
+
 // Routes only.
 ArenaLayout arena_layout(const PlanShape& shape) {
   return {.ranks = shape.ranks,
@@ -51,7 +63,7 @@ ArenaLayout arena_layout(const PlanShape& shape) {
 
 struct Workspace {
   int32_t* scratch;  // [plan_scratch_words]
-  int32_t* routes;   // [ranks, tokens, top_k]; only with peers
+  int32_t* routes;   // [ranks, tokens, top_k]; only with peers, and not if XLA has gathered them
   int32_t* link_failed;
   int32_t* kernel_failed;  // never set: no kernel of this call waits for another
   int64_t bytes;
@@ -68,21 +80,48 @@ Workspace lay_out(const PlanShape& shape, char* base) {
   return space;
 }
 
+ffi::ErrorOr<Workspace> workspace_in(ffi::ResultBuffer<ffi::U8> memory, const PlanShape& shape) {
+  const Workspace space = lay_out(shape, reinterpret_cast<char*>(memory->typed_data()));
+  if (static_cast<int64_t>(memory->size_bytes()) < space.bytes) {
+    return ffi::Unexpected(failure("the workspace is too small"));
+  }
+  return space;
+}
+
+void clear_fault_words(Launches& launch, const Workspace& space, cudaStream_t stream) {
+  launch("fault words", cudaMemsetAsync(space.link_failed, 0, sizeof(int32_t), stream));
+  launch("fault words", cudaMemsetAsync(space.kernel_failed, 0, sizeof(int32_t), stream));
+}
+
+// The tables of `rank`, or of the one that `source.rank` points to.
+void fill_tables(Launches& launch, const PlanShape& shape, int32_t rank,
+                 const sm90::PlanSource& source, const PlanTables& tables, const Workspace& space,
+                 CallRecord* record, cudaStream_t stream) {
+  launch("plan", sm90::build_plan(shape, rank, source, tables, stream));
+  launch("finish", sm90::finish({.link_failed = space.link_failed,
+                                 .kernel_failed = space.kernel_failed,
+                                 .counts = tables.counts,
+                                 .experts = shape.experts,
+                                 .out = nullptr,
+                                 .elements = 0,
+                                 .record = record},
+                                stream));
+}
+
 ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Int32Buffer ids,
                ffi::ResultBuffer<ffi::U8> workspace, ffi::RemainingRets results,
                const PlanAttributes& attributes) {
   const PlanShape shape = attributes.shape();
-  const Workspace space = lay_out(shape, reinterpret_cast<char*>(workspace->typed_data()));
-  if (static_cast<int64_t>(workspace->size_bytes()) < space.bytes) {
-    return failure("the workspace is too small");
+  const auto space_or_error = workspace_in(workspace, shape);
+  if (space_or_error.has_error()) {
+    return space_or_error.error();
   }
-  const PlanTables tables = plan_tables(results);
+  const Workspace space = *space_or_error;
   CallRecord* const record = device_of(ordinal).record;
 
   count_launched_call();
   Launches launch;
-  launch("fault words", cudaMemsetAsync(space.link_failed, 0, sizeof(int32_t), stream));
-  launch("fault words", cudaMemsetAsync(space.kernel_failed, 0, sizeof(int32_t), stream));
+  clear_fault_words(launch, space, stream);
   const int32_t* routes = ids.typed_data();
   int32_t rank = 0;
   if (arena != nullptr) {
@@ -102,17 +141,30 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Int32Bu
     routes = space.routes;
     rank = arena->rank;
   }
-  launch("plan", sm90::build_plan(shape, rank,
-                                  {.routes = routes, .scratch = space.scratch, .to_pull = nullptr},
-                                  tables, stream));
-  launch("finish", sm90::finish({.link_failed = space.link_failed,
-                                 .kernel_failed = space.kernel_failed,
-                                 .counts = tables.counts,
-                                 .experts = shape.experts,
-                                 .out = nullptr,
-                                 .elements = 0,
-                                 .record = record},
-                                stream));
+  fill_tables(launch, shape, rank, {.routes = routes, .scratch = space.scratch, .to_pull = nullptr},
+              plan_tables(results), space, record, stream);
+  return launch.result();
+}
+
+// ids is every rank's, [ranks, tokens, top_k]; place is [group, rank], since one program is that of
+// all ranks.
+ffi::Error execute_of_gathered_routes(cudaStream_t stream, int32_t ordinal, Int32Buffer ids,
+                                      Int32Buffer place, ffi::ResultBuffer<ffi::U8> workspace,
+                                      ffi::RemainingRets results,
+                                      GatheredPlanAttributes attributes) {
+  const PlanShape shape = attributes.shape();
+  const auto space = workspace_in(workspace, shape);
+  if (space.has_error()) {
+    return space.error();
+  }
+  Launches launch;
+  clear_fault_words(launch, *space, stream);
+  fill_tables(launch, shape, /*rank=*/-1,
+              {.routes = ids.typed_data(),
+               .scratch = space->scratch,
+               .to_pull = nullptr,
+               .rank = place.typed_data() + 1},
+              plan_tables(results), *space, device_of(ordinal).record, stream);
   return launch.result();
 }
 
@@ -157,6 +209,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("experts"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(mok::GatheredPlanAttributes,
+                                      xla::ffi::StructMember<int32_t>("ranks"),
+                                      xla::ffi::StructMember<int64_t>("tokens"),
+                                      xla::ffi::StructMember<int32_t>("top_k"),
+                                      xla::ffi::StructMember<int32_t>("experts"),
+                                      xla::ffi::StructMember<int32_t>("tile_rows"),
+                                      xla::ffi::StructMember<int64_t>("chunk_rows"));
 
 namespace mok {
 namespace {
@@ -177,6 +236,16 @@ XLA_FFI_DEFINE_HANDLER(
     execute_alone_handler, execute_alone,
     bind_plan(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(execute_of_gathered_routes_handler, execute_of_gathered_routes,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<Int32Buffer>()
+                           .Arg<Int32Buffer>()
+                           .Ret<ffi::Buffer<ffi::U8>>()
+                           .RemainingRets()
+                           .Attrs<GatheredPlanAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(prepare_peers_handler, prepare_peers,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
                            .Ctx<ffi::Extension<Collectives>>()
@@ -204,6 +273,12 @@ XLA_FFI_Error* MokPlanAloneInitialize(XLA_FFI_CallFrame* frame) {
 }
 XLA_FFI_Error* MokPlanAloneExecute(XLA_FFI_CallFrame* frame) {
   return mok::execute_alone_handler(frame);
+}
+XLA_FFI_Error* MokPlanOfGatheredRoutesInitialize(XLA_FFI_CallFrame* frame) {
+  return mok::initialize_alone_handler(frame);
+}
+XLA_FFI_Error* MokPlanOfGatheredRoutesExecute(XLA_FFI_CallFrame* frame) {
+  return mok::execute_of_gathered_routes_handler(frame);
 }
 XLA_FFI_Error* MokPlanPeersPrepare(XLA_FFI_CallFrame* frame) {
   return mok::prepare_peers_handler(frame);

@@ -12,7 +12,8 @@ int64_t plan_workspace_bytes(const PlanShape& shape);
 
 }  // namespace mok
 
-// The FFI handlers of the CUDA platform: the plan of one rank alone, and with peers.
+// The FFI handlers of the CUDA platform: the plan of one rank alone, with peers, and of routes that
+// XLA has gathered.
 extern "C" {
 
 XLA_FFI_Error* MokPlanAloneInitialize(XLA_FFI_CallFrame* frame);
@@ -21,5 +22,8 @@ XLA_FFI_Error* MokPlanAloneExecute(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanPeersPrepare(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanPeersInitialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanPeersExecute(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_Error* MokPlanOfGatheredRoutesInitialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokPlanOfGatheredRoutesExecute(XLA_FFI_CallFrame* frame);
 
 }  // extern "C"
