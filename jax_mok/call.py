@@ -44,15 +44,16 @@ class Call:
 
     @property
     def ranks_share_memory(self) -> bool:
-        """Whether rows move through memory, rather than through XLA's collectives."""
-        if self.config.composition == "auto":
+        """Whether rows move on CPU devices through memory, not through XLA's collectives."""
+        if self.config.composition in ("auto", "fused"):
             several = jax.process_count() > 1
             if several:
-                _say_once("several processes: rows move through XLA's collectives")
+                say_once("several processes: on CPU devices rows move through XLA's collectives")
             return not several
         return self.config.composition == "composed"
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Logs the message, if this process has not done so before."""
     logging.info("jax_mok: %s", message)

@@ -11,7 +11,7 @@ import numpy as np
 from jax_mok.errors import MoEInputError
 
 Direction = Literal["pull", "push"]
-Composition = Literal["auto", "composed", "collective"]
+Composition = Literal["auto", "fused", "composed", "collective"]
 
 TILE_ROWS = 64
 _MOST_ROWS = 2**31 - TILE_ROWS
@@ -23,7 +23,7 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 class MoEConfig:
     """Options of the layer. Immutable and hashable, so it can be a static argument.
 
-    None of them changes a bit of any result, except `clamp`.
+    None of them changes a bit of any result, except `clamp` and, on GPUs, `composition`.
 
     Attributes:
       ring_rows: rows of the ring that holds dispatched tokens on an expert's rank, a multiple of 64
@@ -44,11 +44,16 @@ class MoEConfig:
       reverse_dispatch: as `combine`, for the input's gradient.
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
-      composition: "composed" moves rows through memory that the ranks share, "collective" through
-        XLA's own collectives. "auto": on GPUs the fused kernel; on CPU devices collective if
-        several processes take part, else composed. On GPUs composed is for comparison: the fused
-        kernel's work in launches of its own for each move and each product, in as many waves as the
-        worst load takes through the ring, with copies of a wave's rows.
+      composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through
+        memory that the ranks share, "collective" through XLA's own collectives, around products
+        that are XLA's. "auto" on CPU devices: collective if several processes take part, else
+        composed. "auto" on GPUs: fused, or collective where `jax_mok.moe` sees that the GPUs along
+        the mesh axis cannot reach each other's memory, as those of several hosts without a common
+        NVLink domain. `jax_mok.moe_ffn` and an `AbstractMesh` do not tell the GPUs: there "auto" is
+        fused, and set-up fails with an error if they cannot.
+        On GPUs composed is for comparison: the fused kernel's work in launches of its own for each
+        move and each product, in as many waves as the worst load takes through the ring, with
+        copies of a wave's rows.
       timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails (on
         GPUs: before its output is NaN; the time of the kernel itself counts). The collective
         composition waits as long as XLA's collectives do.

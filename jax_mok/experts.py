@@ -217,7 +217,16 @@ def _loop(
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """f32 product of two matrices over the given axis of each."""
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+    def product_alone(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(product(*lax.optimization_barrier((a, b))))
+
+    # XLA tunes products on GPUs together with what it fuses into them, slices of arrays whose sizes
+    # depend on the number of ranks among it; alone they are the same kernels for any number.
+    return lax.platform_dependent(a, b, cuda=product_alone, default=product)
 
 
 def _pre_activations(call: Call, x: jax.Array, expert: Weights) -> jax.Array:

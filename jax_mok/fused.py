@@ -99,6 +99,4 @@ def _why_not(call: Call, x: jax.Array, weights: Weights) -> str | None:
             f"H={hidden} and I={inner}; the GPU kernels take multiples of {gpu.WIDTH_MULTIPLE}: "
             "pad x and the weights with zeros"
         )
-    if config.composition == "collective":
-        return "composition='collective' has no GPU kernels yet: use 'auto' or 'composed'"
     return None

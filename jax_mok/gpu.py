@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import jax
@@ -19,8 +20,11 @@ WIDTH_MULTIPLE = 64
 _CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
 
 
-def why_not(layout: Layout) -> str | None:
-    """Why no GPU call of this layout can run here, as a message to the user; None if it can."""
+def why_not(layout: Layout, *, ranks_meet: bool = True) -> str | None:
+    """Why no GPU call of this layout can run here, as a message to the user; None if it can.
+
+    Without `ranks_meet` the ranks meet in XLA's collectives only.
+    """
     if ffi.cuda is None:
         return (
             "this jax_mok was built without GPU kernels: reinstall it where nvcc is found with "
@@ -28,7 +32,8 @@ def why_not(layout: Layout) -> str | None:
         )
     if jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS:
         return f"the GPU kernels need JAX 0.11.2 or newer (Python 3.12), found {jax.__version__}"
-    if layout.ranks > 1 and _CONCURRENT_CALLS in os.environ.get("XLA_FLAGS", "").lower():
+    meets = ranks_meet and layout.ranks > 1
+    if meets and _CONCURRENT_CALLS in os.environ.get("XLA_FLAGS", "").lower():
         # Ranks might take two calls without a common operand in different orders.
         return (
             f"XLA_FLAGS has {_CONCURRENT_CALLS}: ranks might not meet in the same call; remove it"
@@ -38,6 +43,28 @@ def why_not(layout: Layout) -> str | None:
             f"the plan of {layout.experts} experts does not fit a block's shared memory: use fewer"
         )
     return None
+
+
+def can_reach_each_other(groups: np.ndarray) -> bool:
+    """Whether the devices of each group, a row [ranks], can reach each other's memory.
+
+    True if that is not known: for devices that are no GPUs, and for GPUs of one host or NVLink
+    domain that several processes drive. All processes get the same answer, as they have to: they
+    compile the same program.
+    """
+    devices = groups.ravel().tolist()
+    if ffi.cuda is None or any(device.platform != "gpu" for device in devices):
+        return True
+    for group in groups.tolist():  # XLA numbers the hosts and NVLink domains so
+        if len({getattr(device, "slice_index", None) for device in group}) > 1:
+            return False
+    if any(device.process_index != jax.process_index() for device in devices):
+        return True
+    return all(
+        ffi.cuda.can_reach(device.local_hardware_id, peer.local_hardware_id)
+        for group in groups.tolist()
+        for device, peer in itertools.permutations(group, 2)
+    )
 
 
 def plan_sizes(layout: Layout) -> dict[str, np.generic]:

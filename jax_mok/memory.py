@@ -98,7 +98,8 @@ def memory(
 ) -> Memory:
     """The memory that the layer's forward pass needs on each GPU, beside operands and results.
 
-    It runs anywhere: neither GPUs nor their kernels are asked.
+    It is that of the fused composition; all that the collective one needs is XLA's. The function
+    runs anywhere: neither GPUs nor their kernels are asked.
 
     Args:
       config: the layer's options; `ring_rows`, `chunk_rows`, `dispatch`, `combine` and

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,14 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok import fused, layer
-from jax_mok.call import Call
+from jax_mok import fused, gpu, layer
+from jax_mok.call import Call, say_once
 from jax_mok.config import MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
 from jax_mok.experts import Weights
 from jax_mok.faults import check
 from jax_mok.layout import make_layout
-from jax_mok.plan import Plan, make_plan
+from jax_mok.plan import Plan, gather_plan_on_gpu, make_plan
 from jax_mok.sharding import (
     check_partitioned,
     find_position,
@@ -38,6 +39,7 @@ _NO_GPU_GRADIENT = (
     "gradients of the MoE layer run on CPU devices only in this version: on GPUs call it outside "
     "jax.grad, or set JAX_PLATFORMS=cpu"
 )
+_NO_CPU_KERNEL = "composition='fused' is the GPU kernel: on CPU devices use composition='auto'"
 
 remat_policy = jax.checkpoint_policies.save_only_these_names(
     _ROUTES_NAME, _PLAN_NAME, _PRE_ACTIVATIONS_NAME
@@ -167,6 +169,12 @@ def moe(
             "composition='composed' needs ranks that share memory, and along mesh axis "
             f"{axis_name!r} there are devices of several processes: use composition='auto'"
         )
+    if config.composition == "auto" and not _can_reach_each_other(mesh, axis_name):
+        say_once(
+            f"the GPUs along mesh axis {axis_name!r} cannot reach each other's memory: rows move "
+            "through XLA's collectives; MoEConfig(composition='fused') insists on the kernel"
+        )
+        config = dataclasses.replace(config, composition="collective")
     tokens, experts = P(mesh.axis_names), P(axis_name)
     specs = (tokens, tokens, tokens, experts, experts, experts)
     operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down)
@@ -190,6 +198,14 @@ def _ranks_share_a_process(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     axis = mesh.axis_names.index(axis_name)
     return bool(np.all(processes == processes.take([0], axis)))
+
+
+def _can_reach_each_other(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
+    if isinstance(mesh, AbstractMesh):
+        return True
+    axis = mesh.axis_names.index(axis_name)
+    ranks = mesh.devices.shape[axis]
+    return gpu.can_reach_each_other(np.moveaxis(mesh.devices, axis, -1).reshape(-1, ranks))
 
 
 def _only(spec: P, names: list[str]) -> P:
@@ -216,41 +232,52 @@ def _moe(
 ) -> jax.Array:
     operands = _vary(call, x, expert_ids, router_weights, *weights)
 
-    def on_cpu(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> jax.Array:
-        routed = _route(call, ids)
-        return layer.forward(
-            call, routed, x, router_weights, Weights(*w), keep_pre_activations=False
-        )[0]
-
-    def on_gpu(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> jax.Array:
-        return fused.forward(call, x, ids, router_weights, Weights(*w))
-
-    return _on_either_platform(operands, on_cpu, on_gpu)
+    return _forward(call, operands, keep=False)[0]
 
 
-_Result = TypeVar("_Result")
+_Forward = tuple[jax.Array, Plan | None, jax.Array | None]
 
 
-def _on_either_platform(
-    operands: list[jax.Array],
-    on_cpu: Callable[..., _Result],
-    on_gpu: Callable[..., _Result],
-) -> _Result:
-    def elsewhere(x: jax.Array, *rest: jax.Array) -> _Result:
-        reason = "the MoE layer runs on CPU devices and on NVIDIA GPUs only"
-        return on_cpu(refuse_when_lowered(x, reason), *rest)
+def _forward(call: Call, operands: list[jax.Array], *, keep: bool) -> _Forward:
+    """y, and if they are to be kept the plan and the pre-activations of the first rows.
 
-    return jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu, default=elsewhere)
+    The platform is known only when the program is lowered: both ways are traced.
+    """
+
+    def in_waves(plan_of: Callable[[Call, jax.Array, jax.Array], Plan]) -> Callable[..., _Forward]:
+        def run(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> _Forward:
+            place = vary(call.position.place(), call.axes)
+            routed = layer.Routed(plan_of(call, ids, place), place)
+            y, kept = layer.forward(
+                call, routed, x, router_weights, Weights(*w), keep_pre_activations=keep
+            )
+            return y, routed.plan if keep else None, kept
+
+        return run
+
+    def in_one_kernel(
+        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
+    ) -> _Forward:
+        if keep:
+            return fused.forward_and_keep(call, x, ids, router_weights, Weights(*w))
+        return fused.forward(call, x, ids, router_weights, Weights(*w)), None, None
+
+    def refused(reason: str) -> Callable[..., _Forward]:
+        return lambda x, *rest: on_cpu(refuse_when_lowered(x, reason), *rest)
+
+    on_cpu = in_waves(make_plan)
+    composition = call.config.composition
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=refused(_NO_CPU_KERNEL) if composition == "fused" else on_cpu,
+        cuda=in_waves(gather_plan_on_gpu) if composition == "collective" else in_one_kernel,
+        default=refused("the MoE layer runs on CPU devices and on NVIDIA GPUs only"),
+    )
 
 
 def _vary(call: Call, *operands: jax.Array) -> list[jax.Array]:
     """The operands typed as differing along the call's axes, and refused under `jax.vmap`."""
     return vary_all(tuple(map(guard, operands)), call.axes)
-
-
-def _route(call: Call, expert_ids: jax.Array) -> layer.Routed:
-    place = vary(call.position.place(), call.axes)
-    return layer.Routed(make_plan(call, expert_ids, place), place)
 
 
 def _moe_forward(
@@ -262,21 +289,7 @@ def _moe_forward(
 ) -> tuple[jax.Array, _Residuals]:
     operands = _vary(call, x, expert_ids, router_weights, *weights)
 
-    def on_cpu(
-        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
-    ) -> tuple[jax.Array, Plan, jax.Array | None]:
-        routed = _route(call, ids)
-        y, kept = layer.forward(
-            call, routed, x, router_weights, Weights(*w), keep_pre_activations=True
-        )
-        return y, routed.plan, kept
-
-    def on_gpu(
-        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
-    ) -> tuple[jax.Array, Plan, jax.Array | None]:
-        return fused.forward_and_keep(call, x, ids, router_weights, Weights(*w))
-
-    y, plan, pre_activations = _on_either_platform(operands, on_cpu, on_gpu)
+    y, plan, pre_activations = _forward(call, operands, keep=True)
     plan = checkpoint_name(plan, _PLAN_NAME)
     pre_activations = checkpoint_name(pre_activations, _PRE_ACTIVATIONS_NAME)
     x, _, router_weights, *varied = operands

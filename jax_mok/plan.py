@@ -16,6 +16,8 @@ from jax_mok.sharding import find_position, vary, varying_axes
 from jax_mok.transforms import guard, refuse_when_lowered
 from jax_mok.validate import check_experts, check_ids
 
+_PLAN_OF_GATHERED_ROUTES = "jax_mok_plan_of_gathered_routes"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +110,40 @@ def make_plan(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
     if call.ranks_share_memory:
         target, ids = "jax_mok_plan", expert_ids
     else:
-        target = "jax_mok_plan_of_gathered_routes"
-        ids = jax.lax.all_gather(expert_ids, call.position.axis_name)
+        target, ids = _PLAN_OF_GATHERED_ROUTES, _gather(call, expert_ids)
     return Plan(*ffi.call(target, tables(layout), (ids, place), attributes, call.axes))
+
+
+def gather_plan_on_gpu(call: Call, expert_ids: jax.Array, place: jax.Array) -> Plan:
+    """As `make_plan`, of routes that XLA gathers, on GPUs; refused when lowered if none fits."""
+    if (reason := gpu.why_not(call.layout, ranks_meet=False)) is not None:
+        return refused_plan(call, reason)
+    attributes = gpu.plan_sizes(call.layout)
+    operands = (_gather(call, expert_ids), place)
+    results = _workspace_and_tables(call)
+    return Plan(*ffi.call(_PLAN_OF_GATHERED_ROUTES, results, operands, attributes, call.axes)[1:])
+
+
+def _gather(call: Call, expert_ids: jax.Array) -> jax.Array:
+    """[ranks, T, K] the routes of all ranks of this one's group."""
+    return jax.lax.all_gather(expert_ids, call.position.axis_name)
+
+
+def _workspace_and_tables(call: Call) -> list[jax.ShapeDtypeStruct]:
+    """The results of a GPU call that makes a plan."""
+    assert ffi.cuda is not None
+    sizes = gpu.arguments(gpu.plan_sizes(call.layout))
+    workspace_bytes = ffi.cuda.plan_workspace_bytes(**sizes)
+    return [jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8), *tables(call.layout)]
 
 
 def _make_plan_on_gpu(call: Call, expert_ids: jax.Array) -> Plan:
     """As `make_plan`; ranks that do not meet in time get the plan of masked choices only."""
     if (reason := gpu.why_not(call.layout)) is not None:
         return refused_plan(call, reason)
-    sizes = gpu.plan_sizes(call.layout)
-    assert ffi.cuda is not None
-    workspace_bytes = ffi.cuda.plan_workspace_bytes(**gpu.arguments(sizes))
-    results = [jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8), *tables(call.layout)]
+    results = _workspace_and_tables(call)
     target = "jax_mok_plan_alone" if call.layout.ranks == 1 else "jax_mok_plan_peers"
-    attributes = {**sizes, **gpu.meeting(call)}
+    attributes = {**gpu.plan_sizes(call.layout), **gpu.meeting(call)}
     return Plan(*ffi.call(target, results, (expert_ids,), attributes, call.axes)[1:])
 
 
@@ -150,7 +171,8 @@ def build_plan(
       expert_ids: int32 [T, K], this rank's choices; -1 is a masked choice.
       num_experts: experts of all ranks, a multiple of the mesh axis' size.
       axis_name: the mesh axis over which experts are partitioned.
-      config: the layer's options; only `chunk_rows` and `ring_rows` change the plan.
+      config: the layer's options; only `chunk_rows` and `ring_rows` change the plan. With
+        `composition="collective"` the ranks meet in XLA's collectives for it.
 
     Returns:
       The tables of this rank. On GPUs those of ranks that do not meet within
@@ -180,6 +202,8 @@ def build_plan(
         return make_plan(call, ids, vary(position.place(), call.axes))
 
     def on_gpu(ids: jax.Array) -> Plan:
+        if config.composition == "collective":
+            return gather_plan_on_gpu(call, ids, vary(position.place(), call.axes))
         return _make_plan_on_gpu(call, ids)
 
     def elsewhere(_: jax.Array) -> Plan:

@@ -186,7 +186,7 @@ def test_axes_left_to_the_compiler():
         ("combine", None, "combine=None"),
         ("reverse_combine", "PULL", "one of pull, push"),
         ("reverse_dispatch", 1, "one of pull, push"),
-        ("composition", "fused", "one of auto, composed, collective"),
+        ("composition", "fast", "one of auto, fused, composed, collective"),
         ("clamp", 0.0, "clamp=0.0 must be a positive finite number"),
         ("clamp", float("nan"), "positive finite"),
         ("timeout_s", -1, "timeout_s=-1"),

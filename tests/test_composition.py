@@ -1,0 +1,191 @@
+"""Which composition a call takes, on which platform."""
+
+import functools
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from absl import logging
+from harness import mesh_of
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_mok
+from jax_mok import call, ffi, gpu
+
+RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 64, 128, 64, 8, 2
+CPU_TARGETS = ["jax_mok_plan", "jax_mok_dispatch", "jax_mok_combine", "jax_mok_weighted_sum"]
+COLLECTIVE_TARGETS = ["jax_mok_plan_of_gathered_routes", "jax_mok_weighted_sum"]
+
+with_gpu_kernels = pytest.mark.skipif(
+    ffi.cuda is None or jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS,
+    reason="built without GPU kernels, or JAX too old for them",
+)
+
+
+def operands(dtype: str = "bfloat16", hidden: int = HIDDEN) -> list[jax.ShapeDtypeStruct]:
+    x = jax.ShapeDtypeStruct((TOKENS, hidden), dtype)
+    ids = jax.ShapeDtypeStruct((TOKENS, TOP_K), np.int32)
+    weights = jax.ShapeDtypeStruct(ids.shape, np.float32)
+    up = jax.ShapeDtypeStruct((EXPERTS, hidden, INNER), dtype)
+    down = jax.ShapeDtypeStruct((EXPERTS, INNER, hidden), dtype)
+    return [x, ids, weights, up, up, down]
+
+
+def lower(
+    platform: str,
+    composition: str,
+    mesh: Mesh | None = None,
+    derive: bool = False,
+    **sizes: str | int,
+) -> str:
+    """The program's text."""
+    config = jax_mok.MoEConfig(composition=composition)
+    layer = functools.partial(
+        jax_mok.moe, mesh=mesh or mesh_of(RANKS), axis_name="ep", config=config
+    )
+    step = jax.grad(lambda *ops: layer(*ops).astype(np.float32).sum()) if derive else layer
+    # A new function each time, so that nothing is traced before.
+    traced = jax.jit(lambda *ops: step(*ops)).trace(*operands(**sizes))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def targets(program: str) -> list[str]:
+    return re.findall(r"custom_call @(jax_mok_\w+)", program)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("derive", [False, True])
+def test_the_fused_composition_is_refused_elsewhere_than_on_gpus(platform, derive):
+    reason = {
+        "cpu": r"is the GPU kernel: on CPU devices use composition='auto'",
+        "tpu": "GPUs only",
+    }
+    with pytest.raises(jax_mok.MoEError, match=reason[platform]):
+        lower(platform, "fused", derive=derive)
+
+
+@pytest.mark.parametrize(
+    ("composition", "expected"),
+    [("auto", CPU_TARGETS), ("composed", CPU_TARGETS), ("collective", COLLECTIVE_TARGETS)],
+)
+def test_calls_of_a_cpu_program(composition, expected):
+    assert targets(lower("cpu", composition)) == expected
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize(
+    ("composition", "expected"),
+    [
+        ("auto", ["jax_mok_forward_peers"]),
+        ("fused", ["jax_mok_forward_peers"]),
+        ("collective", COLLECTIVE_TARGETS),
+    ],
+)
+def test_calls_of_a_gpu_program(composition, expected):
+    assert targets(lower("cuda", composition)) == expected
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize(("dtype", "hidden"), [("float32", 128), ("bfloat16", 100)])
+def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype, hidden):
+    assert targets(lower("cuda", "collective", dtype=dtype, hidden=hidden)) == COLLECTIVE_TARGETS
+    with pytest.raises(jax_mok.MoEError, match=r"GPU kernels take (bfloat16|multiples of 64)"):
+        lower("cuda", "fused", dtype=dtype, hidden=hidden)
+
+
+@with_gpu_kernels
+def test_the_collective_composition_lets_xla_order_calls(monkeypatch):
+    """No rank waits in a call of its own for another one."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
+    assert targets(lower("cuda", "collective")) == COLLECTIVE_TARGETS
+    with pytest.raises(jax_mok.MoEError, match="might not meet in the same call"):
+        lower("cuda", "fused")
+
+
+@with_gpu_kernels
+def test_collective_gradients_on_gpus_are_refused():
+    with pytest.raises(jax_mok.MoEError, match=r"gradients .* run on CPU devices only"):
+        lower("cuda", "collective", derive=True)
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize(
+    ("composition", "target"),
+    [("auto", "jax_mok_plan_peers"), ("collective", "jax_mok_plan_of_gathered_routes")],
+)
+def test_plans_on_gpus_meet_as_the_layer_does(composition, target):
+    config = jax_mok.MoEConfig(composition=composition)
+    build = functools.partial(
+        jax_mok.build_plan, num_experts=EXPERTS, axis_name="ep", config=config
+    )
+    step = jax.shard_map(build, mesh=mesh_of(RANKS), in_specs=P("ep"), out_specs=P("ep"))
+    program = jax.jit(step).trace(operands()[1]).lower(lowering_platforms=("cuda",)).as_text()
+    assert targets(program) == [target]
+
+
+def gpu_of(ordinal: int, process: int = 0, domain: int = 0) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        platform="gpu", local_hardware_id=ordinal, process_index=process, slice_index=domain
+    )
+
+
+@pytest.fixture
+def pairs(monkeypatch) -> set[tuple[int, int]]:
+    """Ordinals of GPUs that cannot reach each other, to be filled by a test."""
+    cut: set[tuple[int, int]] = set()
+    module = types.SimpleNamespace(can_reach=lambda device, peer: (device, peer) not in cut)
+    monkeypatch.setattr(ffi, "cuda", module)
+    return cut
+
+
+def test_gpus_reach_each_other_if_every_pair_of_a_group_does(pairs):
+    quad = np.array([[gpu_of(0), gpu_of(1)], [gpu_of(2), gpu_of(3)]])
+    assert gpu.can_reach_each_other(quad)
+    pairs.add((1, 2))  # of different groups
+    assert gpu.can_reach_each_other(quad)
+    pairs.add((3, 2))
+    assert not gpu.can_reach_each_other(quad)
+
+
+def test_gpus_of_different_nvlink_domains_do_not_reach_each_other(pairs):
+    split = np.array([[gpu_of(0), gpu_of(0, process=1, domain=1)]])
+    assert not gpu.can_reach_each_other(split)
+    assert gpu.can_reach_each_other(split.T)
+
+
+def test_gpus_of_several_processes_of_a_domain_are_not_asked(pairs):
+    """Their answers might differ between processes, and then so would the programs."""
+    pairs.update({(0, 1), (1, 0)})
+    mixed = np.array([[gpu_of(0), gpu_of(1)], [gpu_of(0, process=1), gpu_of(1, process=1)]])
+    assert gpu.can_reach_each_other(mixed)
+    assert not gpu.can_reach_each_other(mixed[:1])
+
+
+def test_devices_that_are_no_gpus_are_not_asked(pairs):
+    assert gpu.can_reach_each_other(np.array([jax.devices()[:4]]))
+
+
+def test_gpus_apart_choose_the_collective_composition_and_say_so_once(monkeypatch):
+    asked, said = [], []
+
+    def are_apart(groups: np.ndarray) -> bool:
+        asked.append([[device.id for device in group] for group in groups])
+        return False
+
+    monkeypatch.setattr(gpu, "can_reach_each_other", are_apart)
+    monkeypatch.setattr(logging, "info", lambda text, *args: said.append(text % args))
+    call.say_once.cache_clear()
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "dp"))
+    for _ in range(2):
+        assert targets(lower("cpu", "auto", mesh)) == COLLECTIVE_TARGETS
+    assert asked == [[[0, 2], [1, 3]]] * 2
+    assert len(said) == 1
+    assert "along mesh axis 'ep' cannot reach each other's memory" in said[0]
+    assert targets(lower("cpu", "composed", mesh)) == CPU_TARGETS
+    # An abstract mesh has no devices to ask.
+    layer = functools.partial(jax_mok.moe, mesh=mesh.abstract_mesh, axis_name="ep")
+    jax.eval_shape(layer, *operands())
+    assert len(asked) == 2
