@@ -27,7 +27,7 @@ def forward(
 
     It is traced on every platform, so it may not raise while it is traced.
     """
-    reason = gpu.why_not(call.layout) or _why_not(call, x, weights)
+    reason = gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         return refuse_when_lowered(x, reason)
     return _call_kernel(call, x, expert_ids, router_weights, weights, kept=[])[0]
@@ -47,7 +47,7 @@ def forward_and_keep(
       `experts.empty_pre_activations`, each tile in the order of `cuda/sm90/forward.h`.
     """
     kept = experts.empty_pre_activations(call, x.dtype, weights.gate.shape[2])
-    reason = gpu.why_not(call.layout) or _why_not(call, x, weights)
+    reason = gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         refused = refuse_when_lowered(x, reason)
         return refused, plan.refused_plan(call, reason), vary(kept, call.axes)
@@ -90,8 +90,8 @@ def _call_kernel(
     return [y, *rest]
 
 
-def _why_not(call: Call, x: jax.Array, weights: Weights) -> str | None:
-    config, hidden, inner = call.config, x.shape[1], weights.gate.shape[2]
+def _why_not(x: jax.Array, weights: Weights) -> str | None:
+    hidden, inner = x.shape[1], weights.gate.shape[2]
     if x.dtype != jnp.bfloat16:
         return f"x has dtype {x.dtype}; the GPU kernels take bfloat16: convert it with .astype"
     if hidden % gpu.WIDTH_MULTIPLE or inner % gpu.WIDTH_MULTIPLE:
