@@ -23,10 +23,14 @@ __global__ void finish_kernel(FinishParams params) {
   if (!kernel_failed && *params.link_failed == 0) {
     return;
   }
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < params.elements;
-       i += gridDim.x * int64_t{blockDim.x}) {
-    params.out[i] = kNan;
-  }
+  const auto spoil = [](uint16_t* values, int64_t count) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+         i += gridDim.x * int64_t{blockDim.x}) {
+      values[i] = kNan;
+    }
+  };
+  spoil(params.out, params.elements);
+  spoil(params.kept, params.kept_elements);
 }
 
 }  // namespace

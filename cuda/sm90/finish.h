@@ -15,11 +15,13 @@ struct FinishParams {
   int32_t experts;
   uint16_t* out;  // [elements] bf16
   int64_t elements;
+  uint16_t* kept;  // [kept_elements] bf16, pre-activations; may be null
+  int64_t kept_elements;
   CallRecord* record;
 };
 
 // The last kernel of a call: a call in which a wait has expired has no results, so its output
-// becomes NaN; what happened is added to the record.
+// becomes NaN, and what it kept for a gradient; what happened is added to the record.
 cudaError_t finish(const FinishParams& params, cudaStream_t stream);
 
 // Loads the kernels onto the current device.

@@ -270,7 +270,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // No block may end while another can still write to its shared memory. After a fault copies may
   // be under way that nobody has waited for.
   if (*static_cast<volatile int32_t*>(params.fault) != 0) {
-    __nanosleep(1000000);
+    for (const uint64_t begin = global_nanoseconds(); global_nanoseconds() < begin + 1000000;) {
+    }
   }
   if constexpr (kCluster > 1) {
     cute::cluster_sync();

@@ -66,6 +66,7 @@ struct ForwardParams {
 
   int32_t hidden;
   int32_t inner;
+  int32_t ranks;
   int32_t rank;
   int32_t tokens;  // per rank
   int32_t top_k;

@@ -10,7 +10,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 
-// The loading warpgroup. Weights and hidden rows come by tensor copies; tokens are gathered row by
+// The loading warps. Weights and hidden rows come by tensor copies; tokens are gathered row by
 // row from where they lie, 16 bytes a thread.
 namespace mok::sm90 {
 
@@ -41,8 +41,8 @@ class Loader {
     AssignmentCursor cursor;
     while (true) {
       wait(shared_.assigned[cursor.index], cursor.parity, watch_);
-      // After a fault no copies are started; those who multiply carry on with what is there, since
-      // a warpgroup's products need all of its threads.
+      // After a fault those who multiply carry on with what is there, since a warpgroup's products
+      // need all of its threads.
       if (__any_sync(kAllLanes, watch_.late)) {
         *params_.fault = 1;
         return;
@@ -70,7 +70,9 @@ class Loader {
     const Panels panels = panels_of(work);
     const int steps = params_.hidden / kBlockDepth;
     for (int step = 0; step < steps; ++step) {
-      begin_stage(kPanels * kPanelBytes, 0);
+      if (!begin_stage(kPanels * kPanelBytes, 0)) {
+        return;
+      }
       copy(panels, step);
       gather(work, step);
       cursor_.advance();
@@ -84,7 +86,9 @@ class Loader {
     const int steps = params_.inner / kBlockDepth;
     const uint32_t bytes = kPanels * kPanelBytes + work.tiles * kTileBytes;
     for (int step = 0; step < steps; ++step) {
-      begin_stage(bytes, kFillArrivals - 1);
+      if (!begin_stage(bytes, kFillArrivals - 1)) {
+        return;
+      }
       copy(panels, step);
       if (warp_ < work.tiles && cute::elect_one_sync()) {
         Element* const destination = shared_.a[cursor_.index] + warp_ * kTileRows * kBlockDepth;
@@ -96,15 +100,20 @@ class Loader {
   }
 
   // Waits until a stage is free, and announces the bytes of its tensor copies. All threads wait,
-  // lest one meets a phase that only looks like the one it waits for.
-  __device__ void begin_stage(uint32_t bytes, uint32_t further_arrivals) {
+  // lest one meets a phase that only looks like the one it waits for. False after a fault: no
+  // copies are started then.
+  __device__ bool begin_stage(uint32_t bytes, uint32_t further_arrivals) {
     wait(shared_.empty[cursor_.index], cursor_.parity ^ 1, watch_);
+    if (__any_sync(kAllLanes, watch_.late)) {
+      return false;
+    }
     if (warp_ == 0 && cute::elect_one_sync()) {
       shared_.full[cursor_.index].arrive_and_expect_tx(bytes);
       if (further_arrivals > 0) {
         arrive_many(full_word(), further_arrivals);
       }
     }
+    return true;
   }
 
   // The panels of weights that this warp copies: every kLoadWarps-th one from `first` on. Blocks
@@ -120,6 +129,7 @@ class Loader {
   };
 
   __device__ Panels panels_of(const BlockWork& work) const {
+    static_assert(kLoadWarps == 2, "a warp takes the panels of gate, the other those of up");
     const bool multicast = kCluster > 1 && work.shares_weights;
     constexpr int kShare = kPanels / kCluster;
     Panels panels;

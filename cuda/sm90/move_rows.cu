@@ -12,29 +12,15 @@ constexpr int kBlocks = 4 * 132;
 // Calls move(row, slot) for each row of the wave that is not padding; a warp takes a row.
 template <typename Move>
 __device__ void for_each_row(const ForwardParams& params, const Wave& wave, const Move& move) {
-  const int32_t warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
-  const int32_t end = wave.end_tile * kTileRows;
-  for (int32_t row = wave.first_tile * kTileRows + warp; row < end;
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  const int64_t end = int64_t{wave.end_tile} * kTileRows;
+  for (int64_t row = int64_t{wave.first_tile} * kTileRows + warp; row < end;
        row += kBlocks * kThreads / kWarp) {
     const int32_t slot = params.row_source[row];
     if (slot != kPadding) {
-      move(row, slot);
+      move(static_cast<int32_t>(row), slot);
     }
   }
-}
-
-__device__ const Bits16* token_of(const ForwardParams& params, int32_t slot) {
-  const int32_t token = slot / params.top_k;
-  const int32_t rank = token / params.tokens;
-  const int64_t in_rank = token - rank * params.tokens;
-  if (rank == params.rank) {
-    return params.x + in_rank * params.hidden;
-  }
-  if (params.received != nullptr) {
-    return params.received + int64_t{token} * params.hidden;
-  }
-  const char* const peer_x = params.bases[rank] + params.x_offset;
-  return reinterpret_cast<const Bits16*>(peer_x) + in_rank * params.hidden;
 }
 
 __global__ void __launch_bounds__(kThreads)

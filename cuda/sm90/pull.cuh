@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/plan.h"
 #include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
@@ -7,21 +8,29 @@
 #include "sm90/warp.cuh"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
-// order in which the rows of the plan first need them, all blocks together.
+// order in which the rows of the plan first need them. Every peer has warps of its own, so that at
+// any moment all ranks pull from all others, though the rows of an expert come rank by rank.
 namespace mok::sm90 {
 
 __device__ inline void pull_tokens(const ForwardParams& params, int warp, int warps) {
-  if (params.pulled == nullptr) {
+  if (params.pulled == nullptr || *params.fault != 0) {
     return;
   }
   const int lane = threadIdx.x % kWarp;
-  const int32_t rows = *params.tile_count * kTileRows;
-  for (int32_t first = warp; first < rows; first += warps * kWarp) {
-    const int32_t row = first + lane * warps;
-    const bool is_needed =
-        row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0;
-    const int32_t own_token = is_needed ? params.row_source[row] / params.top_k : 0;
-    for (unsigned left = __ballot_sync(kAllLanes, is_needed); left != 0; left &= left - 1) {
+  const int peers = min(params.ranks - 1, warps);
+  const int visit = warp % peers;  // the peers that this warp visits: every `peers`-th
+  const int stride = (warps - visit + peers - 1) / peers;
+  const int64_t rows = int64_t{*params.tile_count} * kTileRows;
+  for (int64_t first = warp / peers; first < rows; first += stride * kWarp) {
+    const int64_t row = first + lane * stride;
+    int32_t own_token = -1;
+    if (row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0) {
+      const int32_t token = params.row_source[row] / params.top_k;
+      if (visit_index(token / params.tokens, params.rank, params.ranks) % peers == visit) {
+        own_token = token;
+      }
+    }
+    for (unsigned left = __ballot_sync(kAllLanes, own_token >= 0); left != 0; left &= left - 1) {
       const int next = __ffs(left) - 1;
       const int32_t token = __shfl_sync(kAllLanes, own_token, next);
       const int32_t rank = token / params.tokens;

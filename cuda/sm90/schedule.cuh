@@ -96,17 +96,9 @@ class Scheduler {
       } else if (ring.rows != nullptr) {
         rows[row] = element_pointer(place_in(ring, work.tile * kTileRows + row, params_.hidden));
       } else {
-        rows[row] = element_pointer(is_down ? home_of(params_, slot) : token_of(slot));
+        rows[row] = element_pointer(is_down ? home_of(params_, slot) : token_of(params_, slot));
       }
     }
-  }
-
-  __device__ const Bits16* token_of(int32_t slot) const {
-    const int32_t token = slot / params_.top_k;
-    const int32_t own = token - params_.rank * params_.tokens;
-    const bool is_own = own >= 0 && own < params_.tokens;
-    const Bits16* const base = is_own ? params_.x : params_.received;
-    return base + int64_t{is_own ? own : token} * params_.hidden;
   }
 
   __device__ static Element* element_pointer(const Bits16* address) {
@@ -139,7 +131,7 @@ class Scheduler {
       const bool is_there =
           tile >= end || load_acquire(params_.pulled + tile) >= __popcll(params_.to_pull[tile]);
       const unsigned missing = __ballot_sync(kAllLanes, !is_there);
-      there_ += missing == 0 ? kWarp : __ffs(missing) - 1;
+      there_ = tiles_known(there_, end, missing);
       watch_.tried(tries);
     }
   }

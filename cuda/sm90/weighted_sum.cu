@@ -1,5 +1,6 @@
 #include "core/plan.h"
 #include "link/load_kernels.h"
+#include "sm90/bf16.cuh"
 #include "sm90/weighted_sum.h"
 
 namespace mok::sm90 {
@@ -8,15 +9,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // bf16 in 16 bytes
 constexpr int kAtOnce = 8;  // rows a thread has under way
-
-__device__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ uint32_t pack(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
 
 template <bool kPulls>
 __device__ const uint4* row_of(const WeightedSumParams& params, int64_t choice, int vectors) {
@@ -64,20 +56,23 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSu
         const uint32_t words[4] = {row[k].x, row[k].y, row[k].z, row[k].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight[k], low_half(words[i])));
-          sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight[k], high_half(words[i])));
+          sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight[k], low_bf16(words[i])));
+          sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight[k], high_bf16(words[i])));
         }
       }
     }
   }
-  reinterpret_cast<uint4*>(params.out)[index] = {pack(sum[0], sum[1]), pack(sum[2], sum[3]),
-                                                 pack(sum[4], sum[5]), pack(sum[6], sum[7])};
+  reinterpret_cast<uint4*>(params.out)[index] = {
+      pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
+      pack_bf16(sum[6], sum[7])};
 }
 
 __device__ float to_f32(float value) { return value; }
-__device__ float to_f32(uint16_t bf16) { return low_half(bf16); }
+__device__ float to_f32(uint16_t bf16) { return low_bf16(bf16); }
 __device__ void store(float sum, float* to) { *to = sum; }
-__device__ void store(float sum, uint16_t* to) { *to = static_cast<uint16_t>(pack(sum, 0.0f)); }
+__device__ void store(float sum, uint16_t* to) {
+  *to = static_cast<uint16_t>(pack_bf16(sum, 0.0f));
+}
 
 // A thread sums one column of a token.
 template <typename T>

@@ -13,9 +13,9 @@
 // another column block.
 //
 // The units of an expert are grouped so that a group's rows and some column blocks of weights stay
-// in that cache; a group never mixes experts. Groups make steps, and the down-projection of a step
-// follows the gate/up-projection of the step `lag` later: whoever waits for another block waits for
-// an earlier item of this list.
+// in the L2 cache; a group never mixes experts. Groups make steps, and the down-projection of a
+// step follows the gate/up-projection of the step `lag` later: whoever waits for another block
+// waits for an earlier item of this list.
 namespace mok::sm90 {
 
 enum class Product : int32_t { kGateUp, kDown };
@@ -175,6 +175,16 @@ MOK_HOST_DEVICE int32_t items_before(const WorkShape& shape, Product product, in
   const int32_t down_steps = is_down ? step : step > shape.lag ? step - shape.lag : 0;
   return before(gate_up_steps).items(shape.gate_up_columns, shape.cluster) +
          before(down_steps).items(shape.down_columns, shape.cluster);
+}
+
+// Of tiles looked at together, from the `known` first ones on, the bits of `missing` are not there;
+// those at `end` and behind were not looked at. Returns how many first tiles are known to be there.
+MOK_HOST_DEVICE inline int32_t tiles_known(int32_t known, int32_t end, uint32_t missing) {
+  int32_t seen = 0;
+  while (seen < 32 && known + seen < end && (missing >> seen & 1) == 0) {
+    ++seen;
+  }
+  return known + seen;
 }
 
 // What one block of a cluster does of an item.

@@ -144,6 +144,7 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
   params.fault = space.kernel_failed;
   params.hidden = static_cast<int32_t>(shape.hidden);
   params.inner = static_cast<int32_t>(shape.inner);
+  params.ranks = shape.plan.ranks;
   params.rank = rank;
   params.tokens = static_cast<int32_t>(shape.plan.tokens);
   params.top_k = shape.plan.top_k;
@@ -194,14 +195,17 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Bf16Buf
                                        .top_k = shape.plan.top_k,
                                        .width = params.hidden},
                                       stream));
-  launch("finish", finish({.link_failed = space.link_failed,
-                           .kernel_failed = space.kernel_failed,
-                           .counts = tables.counts,
-                           .experts = shape.plan.experts,
-                           .out = out,
-                           .elements = shape.plan.tokens * shape.hidden,
-                           .record = device.record},
-                          stream));
+  launch("finish",
+         finish({.link_failed = space.link_failed,
+                 .kernel_failed = space.kernel_failed,
+                 .counts = tables.counts,
+                 .experts = shape.plan.experts,
+                 .out = out,
+                 .elements = shape.plan.tokens * shape.hidden,
+                 .kept = params.saved,
+                 .kept_elements = int64_t{params.saved_tiles} * 2 * kTileRows * shape.inner,
+                 .record = device.record},
+                stream));
   return launch.result();
 }
 

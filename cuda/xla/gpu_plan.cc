@@ -65,7 +65,7 @@ struct Workspace {
   int32_t* scratch;  // [plan_scratch_words]
   int32_t* routes;   // [ranks, tokens, top_k]; only with peers, and not if XLA has gathered them
   int32_t* link_failed;
-  int32_t* kernel_failed;  // never set: no kernel of this call waits for another
+  int32_t* kernel_failed;  // set if a launch has failed: no kernel of this call waits for another
   int64_t bytes;
 };
 
@@ -104,6 +104,8 @@ void fill_tables(Launches& launch, const PlanShape& shape, int32_t rank,
                                  .experts = shape.experts,
                                  .out = nullptr,
                                  .elements = 0,
+                                 .kept = nullptr,
+                                 .kept_elements = 0,
                                  .record = record},
                                 stream));
 }
@@ -135,6 +137,9 @@ ffi::Error run(cudaStream_t stream, int32_t ordinal, const Arena* arena, Int32Bu
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it
     // known whether one has done so before, having waited in vain for this rank.
+    if (launch.failed()) {  // the peers have not got this rank's routes
+      cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
+    }
     meet("exit barrier", Meeting::kExit);
     launch("mask",
            mask_routes_if(space.link_failed, space.routes, shape.ranks * shape.choices(), stream));

@@ -130,5 +130,16 @@ int main() {
       if (waves) check_waves(table, items);
     }
   }
+  for (int trial = 0; trial < 10000; ++trial) {
+    const int known = rng() % 100, end = rng() % 150;
+    const uint32_t missing = rng() % 2 ? 0 : rng() & rng() & rng();
+    const int now = tiles_known(known, end, missing);
+    REQUIRE(now >= known);
+    for (int tile = known; tile < now; ++tile) {
+      REQUIRE(tile < end);
+      REQUIRE((missing >> (tile - known) & 1) == 0);
+    }
+    REQUIRE(now >= end || now == known + 32 || (missing >> (now - known) & 1) == 1);
+  }
   std::puts("work lists good");
 }
