@@ -132,16 +132,6 @@ def test_the_collective_composition_takes_any_jax():
     assert targets(lower_plan("collective", mesh_of(RANKS))) == COLLECTIVE_TARGETS[:1]
 
 
-@with_gpu_kernels
-@pytest.mark.parametrize("module", ["cuda", "cuda_peers"])
-def test_this_xla_takes_the_gpu_handlers(module):
-    """XLA looks at a handler's version when it is registered; for GPUs only with their plug-in."""
-    if (handlers := getattr(ffi, module)) is None:
-        pytest.skip("JAX too old for the kernels of peers")
-    for name, stages in handlers.registrations().items():
-        jax.ffi.register_ffi_target(f"{name}_of_a_test", stages, platform="cpu")
-
-
 @with_peers
 @pytest.mark.parametrize(("dtype", "hidden"), [("float32", 128), ("bfloat16", 100)])
 def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype, hidden):
