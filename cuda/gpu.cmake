@@ -1,4 +1,4 @@
-# The GPU kernels, free of Python and of XLA, and the module that hands them to JAX.
+# The GPU kernels and their calls, free of Python and of XLA, and the modules that hand them to JAX.
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
@@ -26,11 +26,19 @@ endfunction()
 find_headers(CUTLASS_INCLUDE_DIR cutlass_library "nvidia-cutlass==4.2.0.0"
   "source/include/cutlass/cutlass.h")
 find_headers(NCCL_INCLUDE_DIR nvidia "nvidia-nccl-cu13==2.28.9" "nccl/include/nccl_device.h")
-# The collectives extension of XLA's FFI is younger than the oldest JAX this package works with.
+# XLA takes handlers built with its own FFI headers or older ones, and refuses newer ones. Those of
+# one rank alone are therefore built with the oldest supported JAX's; those with peers need the
+# collectives extension, which is younger.
+find_headers(XLA_OLDEST_INCLUDE_DIR jaxlib "jaxlib==0.10.2" "include/xla/ffi/api/ffi.h")
 find_headers(XLA_COLLECTIVES_INCLUDE_DIR jaxlib "jaxlib==0.11.2"
   "include/xla/ffi/api/collectives_api.h")
 
-add_library(mok_cuda STATIC
+# All that launches kernels, in one library of its own: two modules call it, and what it knows of
+# devices, arenas and calls must exist once in a process.
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+add_library(mok_cuda SHARED
+  cuda/call/device.cc cuda/call/forward.cc cuda/call/peers.cc cuda/call/plan.cc
+  cuda/call/waves.cc cuda/call/weighted_sum.cc cuda/call/workspace.cc
   cuda/link/arena.cu cuda/link/exchange.cu
   cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/move_rows.cu cuda/sm90/plan.cu
   cuda/sm90/tensor_map.cc cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
@@ -39,13 +47,24 @@ target_include_directories(mok_cuda SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}" "${N
 target_compile_options(mok_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
-set_target_properties(mok_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-target_link_libraries(mok_cuda PUBLIC CUDA::cudart_static)
+set_target_properties(mok_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static BUILD_WITH_INSTALL_RPATH ON)
+target_link_libraries(mok_cuda PUBLIC CUDA::toolkit PRIVATE CUDA::cudart_static)
+# Shows the functions marked MOK_EXPORT only, not the CUDA runtime's: XLA has one of its own.
+target_link_options(mok_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
+install(TARGETS mok_cuda LIBRARY DESTINATION .)
 
-nanobind_add_module(_cuda NB_STATIC NOMINSIZE
-  cuda/xla/gpu_composed.cc cuda/xla/gpu_device.cc cuda/xla/gpu_forward.cc cuda/xla/gpu_module.cc
-  cuda/xla/gpu_plan.cc cuda/xla/gpu_weighted_sum.cc cuda/xla/peers.cc cuda/xla/workspace.cc)
-target_include_directories(_cuda SYSTEM PRIVATE "${XLA_COLLECTIVES_INCLUDE_DIR}")
-target_compile_options(_cuda PRIVATE -Wall -Wextra)
-target_link_libraries(_cuda PRIVATE mok_cuda mok_host)
-install(TARGETS _cuda LIBRARY DESTINATION .)
+# A module of handlers built with one version of XLA's headers. Inline functions of two versions
+# have the same names, so no object file, and no library, may see both.
+function(add_handlers module xla_include_dir)
+  nanobind_add_module(${module} NB_STATIC NOMINSIZE ${ARGN})
+  target_include_directories(${module} SYSTEM PRIVATE "${xla_include_dir}")
+  target_compile_options(${module} PRIVATE -Wall -Wextra)
+  target_link_libraries(${module} PRIVATE mok_cuda mok_host)
+  # The library lies beside it, here as where it is installed.
+  set_target_properties(${module} PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
+  install(TARGETS ${module} LIBRARY DESTINATION .)
+endfunction()
+
+add_handlers(_cuda "${XLA_OLDEST_INCLUDE_DIR}" cuda/xla/gpu_handlers.cc cuda/xla/gpu_module.cc)
+add_handlers(_cuda_peers "${XLA_COLLECTIVES_INCLUDE_DIR}"
+  cuda/xla/gpu_peers_handlers.cc cuda/xla/gpu_peers_module.cc cuda/xla/peers.cc)

@@ -12,20 +12,35 @@ import numpy as np
 from jax_mok import _native
 from jax_mok.sharding import vary_all
 
-cuda: ModuleType | None
-"""The module of the GPU kernels, if this package was built with them."""
-try:
-    cuda = importlib.import_module("jax_mok._cuda")
-except ModuleNotFoundError:
-    cuda = None
+FIRST_JAX_WITH_PEERS = (0, 11, 2)
+"""The first whose FFI lends handlers XLA's communicator, through which ranks reach each other."""
+
+
+def _module_if_built(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+cuda = _module_if_built("jax_mok._cuda")
+"""The GPU calls in which no ranks meet, and sizes and faults; None without GPU kernels."""
+
+# Built with that JAX's headers; older ones would refuse its handlers, and with them every program.
+cuda_peers = (
+    _module_if_built("jax_mok._cuda_peers")
+    if jax.__version_info__ >= FIRST_JAX_WITH_PEERS
+    else None
+)
+"""The GPU calls in which ranks meet; None without GPU kernels, or if JAX is too old for them."""
 
 _CPU_TARGETS = _native.registrations()
-# The GPU handlers are built with the headers of the first JAX whose FFI reaches peers; older ones
-# would refuse them, and with them every program.
-FIRST_JAX_WITH_GPU_KERNELS = (0, 11, 2)
-_CUDA_TARGETS = (
-    cuda.registrations() if cuda and jax.__version_info__ >= FIRST_JAX_WITH_GPU_KERNELS else {}
-)
+_CUDA_TARGETS = {
+    name: stages
+    for module in (cuda, cuda_peers)
+    if module is not None
+    for name, stages in module.registrations().items()
+}
 
 
 def register() -> None:

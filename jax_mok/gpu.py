@@ -30,9 +30,13 @@ def why_not(layout: Layout, *, ranks_meet: bool = True) -> str | None:
             "this jax_mok was built without GPU kernels: reinstall it where nvcc is found with "
             "pip install --config-settings=cmake.define.JAX_MOK_CUDA=ON ."
         )
-    if jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS:
-        return f"the GPU kernels need JAX 0.11.2 or newer (Python 3.12), found {jax.__version__}"
     meets = ranks_meet and layout.ranks > 1
+    if meets and ffi.cuda_peers is None:
+        return (
+            f"the GPU kernels of {layout.ranks} ranks that reach each other need JAX "
+            f"{'.'.join(map(str, ffi.FIRST_JAX_WITH_PEERS))} or newer (Python 3.12), found "
+            f"{jax.__version__}: upgrade it, or use MoEConfig(composition='collective')"
+        )
     if meets and _CONCURRENT_CALLS in os.environ.get("XLA_FLAGS", "").lower():
         # Ranks might take two calls without a common operand in different orders.
         return (

@@ -10,7 +10,7 @@ With n ranks, T tokens a rank, K choices a token, E experts of all ranks, widths
        and 12 tiles of which the ring holds two, else 4
 
 The parts and their formulas are those of `_arena` and `_workspace` below; every array is rounded up
-to 256 bytes. `cuda/link/arena_layout.h` and `cuda/xla/workspace.cc` lay the same parts out.
+to 256 bytes. `cuda/link/arena_layout.h` and `cuda/call/workspace.cc` lay the same parts out.
 """
 
 from __future__ import annotations

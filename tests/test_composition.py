@@ -19,9 +19,9 @@ RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 64, 128, 64, 8, 2
 CPU_TARGETS = ["jax_mok_plan", "jax_mok_dispatch", "jax_mok_combine", "jax_mok_weighted_sum"]
 COLLECTIVE_TARGETS = ["jax_mok_plan_of_gathered_routes", "jax_mok_weighted_sum"]
 
-with_gpu_kernels = pytest.mark.skipif(
-    ffi.cuda is None or jax.__version_info__ < ffi.FIRST_JAX_WITH_GPU_KERNELS,
-    reason="built without GPU kernels, or JAX too old for them",
+with_gpu_kernels = pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
+with_peers = pytest.mark.skipif(
+    ffi.cuda_peers is None, reason="built without GPU kernels, or JAX too old for those of peers"
 )
 
 
@@ -52,6 +52,16 @@ def lower(
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+def lower_plan(composition: str, mesh: Mesh) -> str:
+    """The text of the program of `build_plan` on GPUs."""
+    config = jax_mok.MoEConfig(composition=composition)
+    build = functools.partial(
+        jax_mok.build_plan, num_experts=EXPERTS, axis_name="ep", config=config
+    )
+    step = jax.shard_map(build, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return jax.jit(step).trace(operands()[1]).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def targets(program: str) -> list[str]:
     return re.findall(r"custom_call @(jax_mok_\w+)", program)
 
@@ -75,7 +85,7 @@ def test_calls_of_a_cpu_program(composition, expected):
     assert targets(lower("cpu", composition)) == expected
 
 
-@with_gpu_kernels
+@with_peers
 @pytest.mark.parametrize(
     ("composition", "expected"),
     [
@@ -88,7 +98,41 @@ def test_calls_of_a_gpu_program(composition, expected):
     assert targets(lower("cuda", composition)) == expected
 
 
+@pytest.fixture
+def old_jax(monkeypatch) -> None:
+    """As for a JAX without the FFI's collectives extension; if this one is, nothing changes."""
+    monkeypatch.setattr(ffi, "cuda_peers", None)
+
+
 @with_gpu_kernels
+@pytest.mark.usefixtures("old_jax")
+@pytest.mark.parametrize("composition", ["auto", "fused", "composed"])
+def test_one_gpu_takes_any_jax(composition):
+    assert targets(lower("cuda", composition, mesh_of(1))) == ["jax_mok_forward_alone"]
+    assert targets(lower_plan(composition, mesh_of(1))) == ["jax_mok_plan_alone"]
+
+
+@with_gpu_kernels
+@pytest.mark.usefixtures("old_jax")
+@pytest.mark.parametrize("composition", ["auto", "fused", "composed"])
+def test_gpus_that_meet_name_the_jax_they_need(composition):
+    message = (
+        r"of 4 ranks .* need JAX 0\.11\.2 or newer .* use MoEConfig\(composition='collective'\)"
+    )
+    with pytest.raises(jax_mok.MoEError, match=message):
+        lower("cuda", composition)
+    with pytest.raises(jax_mok.MoEError, match=message):
+        lower_plan(composition, mesh_of(RANKS))
+
+
+@with_gpu_kernels
+@pytest.mark.usefixtures("old_jax")
+def test_the_collective_composition_takes_any_jax():
+    assert targets(lower("cuda", "collective")) == COLLECTIVE_TARGETS
+    assert targets(lower_plan("collective", mesh_of(RANKS))) == COLLECTIVE_TARGETS[:1]
+
+
+@with_peers
 @pytest.mark.parametrize(("dtype", "hidden"), [("float32", 128), ("bfloat16", 100)])
 def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype, hidden):
     assert targets(lower("cuda", "collective", dtype=dtype, hidden=hidden)) == COLLECTIVE_TARGETS
@@ -96,7 +140,7 @@ def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype
         lower("cuda", "fused", dtype=dtype, hidden=hidden)
 
 
-@with_gpu_kernels
+@with_peers
 def test_the_collective_composition_lets_xla_order_calls(monkeypatch):
     """No rank waits in a call of its own for another one."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
@@ -111,19 +155,13 @@ def test_collective_gradients_on_gpus_are_refused():
         lower("cuda", "collective", derive=True)
 
 
-@with_gpu_kernels
+@with_peers
 @pytest.mark.parametrize(
     ("composition", "target"),
     [("auto", "jax_mok_plan_peers"), ("collective", "jax_mok_plan_of_gathered_routes")],
 )
 def test_plans_on_gpus_meet_as_the_layer_does(composition, target):
-    config = jax_mok.MoEConfig(composition=composition)
-    build = functools.partial(
-        jax_mok.build_plan, num_experts=EXPERTS, axis_name="ep", config=config
-    )
-    step = jax.shard_map(build, mesh=mesh_of(RANKS), in_specs=P("ep"), out_specs=P("ep"))
-    program = jax.jit(step).trace(operands()[1]).lower(lowering_platforms=("cuda",)).as_text()
-    assert targets(program) == [target]
+    assert targets(lower_plan(composition, mesh_of(RANKS))) == [target]
 
 
 def gpu_of(ordinal: int, process: int = 0, domain: int = 0) -> types.SimpleNamespace:

@@ -1,46 +1,31 @@
-// Hands the handlers of the CUDA platform to Python.
+// Hands the handlers of the CUDA platform without peers to Python, and what Python asks about GPUs
+// and sizes.
 
 #include <nanobind/nanobind.h>
 
-#include "xla/gpu_device.h"
-#include "xla/gpu_forward.h"
-#include "xla/gpu_plan.h"
-#include "xla/gpu_weighted_sum.h"
+#include "call/device.h"
+#include "call/plan.h"
+#include "call/workspace.h"
+#include "xla/gpu_handlers.h"
 #include "xla/python.h"
-#include "xla/workspace.h"
 
 namespace nb = nanobind;
 
 namespace mok {
 namespace {
 
-using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
-
-nb::dict stages_alone(Handler* initialize, Handler* execute) {
-  nb::dict stages;
-  stages["initialize"] = capsule(initialize);
-  stages["execute"] = capsule(execute);
-  return stages;
-}
-
-nb::dict stages_with_peers(Handler* prepare, Handler* initialize, Handler* execute) {
-  nb::dict stages = stages_alone(initialize, execute);
-  stages["prepare"] = capsule(prepare);
-  return stages;
-}
-
 nb::dict registrations() {
+  const auto stages = [](auto execute) {
+    nb::dict all;
+    all["initialize"] = capsule(MokDeviceInitialize);
+    all["execute"] = capsule(execute);
+    return all;
+  };
   nb::dict targets;
-  targets["jax_mok_forward_alone"] =
-      stages_alone(MokForwardAloneInitialize, MokForwardAloneExecute);
-  targets["jax_mok_forward_peers"] =
-      stages_with_peers(MokForwardPeersPrepare, MokForwardPeersInitialize, MokForwardPeersExecute);
-  targets["jax_mok_plan_alone"] = stages_alone(MokPlanAloneInitialize, MokPlanAloneExecute);
-  targets["jax_mok_plan_peers"] =
-      stages_with_peers(MokPlanPeersPrepare, MokPlanPeersInitialize, MokPlanPeersExecute);
-  targets["jax_mok_plan_of_gathered_routes"] =
-      stages_alone(MokPlanOfGatheredRoutesInitialize, MokPlanOfGatheredRoutesExecute);
-  targets["jax_mok_weighted_sum"] = stages_alone(MokWeightedSumInitialize, MokWeightedSumExecute);
+  targets["jax_mok_forward_alone"] = stages(MokForwardAlone);
+  targets["jax_mok_plan_alone"] = stages(MokPlanAlone);
+  targets["jax_mok_plan_of_gathered_routes"] = stages(MokPlanOfGatheredRoutesOnGpu);
+  targets["jax_mok_weighted_sum"] = stages(MokWeightedSumOnGpu);
   return targets;
 }
 
@@ -84,7 +69,7 @@ nb::list take_faults() {
 
 bool plan_fits(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                int64_t chunk_rows) {
-  return sm90::plan_fits({ranks, tokens, top_k, experts, tile_rows, chunk_rows});
+  return plan_call_fits({ranks, tokens, top_k, experts, tile_rows, chunk_rows});
 }
 
 NB_MODULE(_cuda, module) {

@@ -6,7 +6,7 @@
 #include "host/faults.h"
 #include "xla/ffi/api/c_api.h"
 
-// What both modules hand to Python.
+// What all modules hand to Python.
 namespace mok {
 
 inline nanobind::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {

@@ -4,19 +4,7 @@
 
 #include <string>
 
-#include "xla/ffi/api/ffi.h"
-
-// How a handler reports what went wrong.
 namespace mok {
-
-inline xla::ffi::Error failure(const std::string& what) {
-  return xla::ffi::Error(xla::ffi::ErrorCode::kInternal, "jax_mok: " + what);
-}
-
-// Success for an empty string.
-inline xla::ffi::Error failure_if(const std::string& what) {
-  return what.empty() ? xla::ffi::Error::Success() : failure(what);
-}
 
 // Collects the first error of a sequence of launches.
 class Launches {
@@ -27,7 +15,8 @@ class Launches {
     }
   }
   bool failed() const { return !first_.empty(); }
-  xla::ffi::Error result() const { return failure_if(first_); }
+  // What went wrong, or nothing.
+  const std::string& result() const { return first_; }
 
  private:
   std::string first_;

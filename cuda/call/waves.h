@@ -2,9 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include "call/launches.h"
+#include "call/workspace.h"
 #include "sm90/forward.h"
-#include "xla/launches.h"
-#include "xla/workspace.h"
 
 namespace mok {
 

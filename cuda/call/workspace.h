@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "call/export.h"
 #include "core/directions.h"
 #include "core/plan.h"
 #include "link/arena_layout.h"
@@ -57,13 +58,14 @@ struct Workspace {
 };
 
 // Sizes with the cluster, group and step sizes that measured best.
-ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bool composed,
-                                int64_t ring_rows, int64_t hidden, int64_t inner);
+MOK_EXPORT ForwardShape make_forward_shape(const PlanShape& plan, Directions directions,
+                                           bool composed, int64_t ring_rows, int64_t hidden,
+                                           int64_t inner);
 
 // Of the arena, if there are peers.
-ArenaLayout arena_layout(const ForwardShape& shape);
+MOK_EXPORT ArenaLayout arena_layout(const ForwardShape& shape);
 
 // Lays the parts out from `base`; with a null base only `bytes` means anything.
-Workspace lay_out(const ForwardShape& shape, char* base);
+MOK_EXPORT Workspace lay_out(const ForwardShape& shape, char* base);
 
 }  // namespace mok::sm90

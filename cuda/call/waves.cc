@@ -1,4 +1,4 @@
-#include "xla/gpu_composed.h"
+#include "call/waves.h"
 
 #include "sm90/move_rows.h"
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "call/export.h"
 #include "core/call_record.h"
 #include "core/fault.h"
 
@@ -19,20 +20,20 @@ struct Device {
 // Everything that a device needs before the first launch: kernels are loaded here, because loading
 // one while a peer waits has dead-locked others. Returns at once for a device that is ready.
 // Returns what went wrong, or nothing.
-std::string prepare_device(int32_t ordinal);
+MOK_EXPORT std::string prepare_device(int32_t ordinal);
 
 // Whether a GPU of this process can reach the memory of another one. It only asks the driver; if
 // that does not answer, yes: the set-up of peer memory will say more.
-bool can_reach(int32_t ordinal, int32_t peer);
+MOK_EXPORT bool can_reach(int32_t ordinal, int32_t peer);
 
 // A device that `prepare_device` has prepared.
 Device device_of(int32_t ordinal);
 
 // Counts a call that the host launches; a graph that XLA replays is none.
 void count_launched_call();
-int64_t launched_calls();
+MOK_EXPORT int64_t launched_calls();
 
 // What the GPU calls of this process recorded since the last look.
-std::vector<Fault> take_gpu_faults();
+MOK_EXPORT std::vector<Fault> take_gpu_faults();
 
 }  // namespace mok

@@ -1,4 +1,4 @@
-#include "xla/gpu_device.h"
+#include "call/device.h"
 
 #include <cuda_runtime_api.h>
 

@@ -1,6 +1,6 @@
-#include "xla/workspace.h"
+#include "call/workspace.h"
 
-#include "xla/parts.h"
+#include "call/parts.h"
 
 namespace mok::sm90 {
 

@@ -1,0 +1,165 @@
+#include "call/forward.h"
+
+#include <bit>
+#include <cmath>
+
+#include "call/device.h"
+#include "call/launches.h"
+#include "call/peers.h"
+#include "call/waves.h"
+#include "link/exchange.h"
+#include "sm90/finish.h"
+#include "sm90/tensor_map.h"
+#include "sm90/weighted_sum.h"
+
+namespace mok {
+namespace {
+
+using namespace mok::sm90;
+
+// The clamp and its neighbours among bf16 numbers, which are the f32 ones cut after 16 bits.
+Clamp clamp_at(float limit) {
+  if (std::isinf(limit)) {
+    return {limit, limit, limit};
+  }
+  const uint32_t bits = std::bit_cast<uint32_t>(limit);
+  const uint32_t below = (bits - 1) & 0xffff0000u;
+  return {limit, std::bit_cast<float>(below), std::bit_cast<float>(below + 0x10000u)};
+}
+
+bool encode_maps(const ForwardCall& call, const void* ring, ForwardParams* params) {
+  const ForwardShape& shape = call.shape;
+  const int64_t experts = shape.plan.local_experts();
+  return encode_matrix(&params->gate, call.gate, experts * shape.hidden, shape.inner,
+                       kBlockDepth) &&
+         encode_matrix(&params->up, call.up, experts * shape.hidden, shape.inner, kBlockDepth) &&
+         encode_matrix(&params->down, call.down, experts * shape.inner, shape.hidden,
+                       kBlockDepth) &&
+         encode_matrix(&params->hidden_tiles, ring, shape.ring_rows, shape.inner, kTileRows) &&
+         encode_matrix(&params->hidden_warps, ring, shape.ring_rows, shape.inner, kWarpRows);
+}
+
+}  // namespace
+
+std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaStream_t stream) {
+  const ForwardShape& shape = call.shape;
+  const ArenaLayout layout = arena_layout(shape);
+  const Arena* arena = nullptr;
+  if (std::string problem = find_peers(call.communicator, layout, &arena); !problem.empty()) {
+    return problem;
+  }
+  const Workspace space = lay_out(shape, call.workspace.data);
+  if (call.workspace.bytes < space.bytes) {
+    return "the workspace is too small";
+  }
+  const PlanTables& tables = call.tables == nullptr ? space.tables : *call.tables;
+  const Device device = device_of(ordinal);
+  const int32_t rank = arena == nullptr ? 0 : arena->rank;
+  const auto part_of_arena = [&](int64_t offset) {
+    return reinterpret_cast<uint16_t*>(arena->own + offset);
+  };
+  // Where this rank finds its tokens' output rows, or leaves those of its experts to be found.
+  uint16_t* slots = space.own_slots;
+  uint16_t* outputs = space.outputs;
+  uint16_t* received = space.received;
+  if (arena != nullptr) {
+    (shape.directions.combine_push ? slots : outputs) = part_of_arena(layout.combine());
+    if (shape.directions.dispatch_push) {
+      received = part_of_arena(layout.dispatch());
+    }
+  }
+
+  ForwardParams params{};
+  if (!encode_maps(call, space.hidden_ring, &params)) {
+    return "the driver refuses the tensor maps of these shapes";
+  }
+  params.x = call.x;
+  params.received = received;
+  const auto ring_rows = static_cast<int32_t>(shape.ring_rows);
+  params.dispatched = {space.dispatched, ring_rows};
+  params.outputs = space.output_ring != nullptr
+                       ? RowRing{space.output_ring, ring_rows}
+                       : RowRing{outputs, static_cast<int32_t>(shape.plan.max_rows())};
+  params.own_slots = space.own_slots;
+  params.bases = arena == nullptr ? nullptr : arena->bases;
+  params.x_offset = layout.dispatch();
+  params.slots_offset = layout.combine();
+  params.row_source = tables.row_source;
+  params.items = space.list.items;
+  params.range = space.list.all_items;
+  params.tile_count = space.list.tile_count;
+  params.saved = call.saved;
+  params.saved_tiles = call.saved_tiles;
+  params.to_pull = space.to_pull;
+  params.pulled = space.pulled;
+  params.next_item = space.next_items;
+  params.hidden_ready = space.hidden_ready;
+  params.down_done = space.down_done;
+  params.fault = space.kernel_failed;
+  params.hidden = static_cast<int32_t>(shape.hidden);
+  params.inner = static_cast<int32_t>(shape.inner);
+  params.ranks = shape.plan.ranks;
+  params.rank = rank;
+  params.tokens = static_cast<int32_t>(shape.plan.tokens);
+  params.top_k = shape.plan.top_k;
+  params.choices = static_cast<int32_t>(shape.plan.choices());
+  params.ring_tiles = shape.work.ring_tiles;
+  params.gate_up_columns = shape.work.gate_up_columns;
+  params.down_columns = shape.work.down_columns;
+  params.clamp = clamp_at(call.clamp);
+  params.timeout_ns = call.timeout_ns;
+
+  count_launched_call();
+  Launches launch;
+  launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
+  const int32_t* routes = call.ids;
+  if (arena != nullptr) {
+    launch("publish", publish(*arena, layout, shape.plan, call.ids, call.x, stream));
+    launch("entry barrier", barrier(*arena, layout, Meeting::kEntry, call.timeout_ns,
+                                    space.kernel_failed, space.link_failed, device.record, stream));
+    launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
+    routes = space.routes;
+  }
+  launch("plan",
+         build_plan(shape.plan, rank,
+                    {.routes = routes, .scratch = space.plan_scratch, .to_pull = space.to_pull},
+                    tables, stream));
+  launch("work list", list_work(shape.plan, shape.work, tables.expert_tile, space.list, stream));
+  if (shape.composed) {
+    launch_waves(shape, space, params, device.clusters, stream, launch);
+  } else {
+    launch("forward", launch_forward(params, device.clusters, stream));
+  }
+  if (arena != nullptr) {
+    if (launch.failed()) {  // the peers' slots are not filled
+      cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
+    }
+    launch("exit barrier", barrier(*arena, layout, Meeting::kExit, call.timeout_ns,
+                                   space.kernel_failed, space.link_failed, device.record, stream));
+  }
+  launch("weighted sum", weighted_sum({.slots = slots,
+                                       .outputs = outputs,
+                                       .bases = params.bases,
+                                       .outputs_offset = layout.combine(),
+                                       .slot_row = tables.slot_row,
+                                       .slot_rank = tables.slot_rank,
+                                       .weights = call.weights,
+                                       .out = call.y,
+                                       .tokens = shape.plan.tokens,
+                                       .top_k = shape.plan.top_k,
+                                       .width = params.hidden},
+                                      stream));
+  launch("finish", finish({.link_failed = space.link_failed,
+                           .kernel_failed = space.kernel_failed,
+                           .counts = tables.counts,
+                           .experts = shape.plan.experts,
+                           .out = call.y,
+                           .elements = shape.plan.tokens * shape.hidden,
+                           .kept = call.saved,
+                           .kept_elements = int64_t{call.saved_tiles} * 2 * kTileRows * shape.inner,
+                           .record = device.record},
+                          stream));
+  return launch.result();
+}
+
+}  // namespace mok

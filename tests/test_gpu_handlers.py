@@ -1,0 +1,108 @@
+"""What XLA says to the GPU handlers, asked of the CPU's: it checks and decodes the same way.
+
+A handler that the CPU's XLA calls gets no stream of a GPU and none of its ranks; all else is there.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import jax_mok
+from jax_mok import ffi
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 64, 8, 2
+MISSING_STREAM = r"bad operands at: 0\)"
+MISSING_STREAM_AND_PEERS = r"bad operands at: 0, 2\)"
+
+pytestmark = pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
+with_peers = pytest.mark.skipif(
+    ffi.cuda_peers is None, reason="built without GPU kernels, or JAX too old for those of peers"
+)
+
+
+def register(module: types.ModuleType, suffix: str, *stages: str) -> None:
+    """Hands the stages of all handlers of a module to the CPU's XLA, under names of their own."""
+    jax.devices()  # before there are any, handlers are put aside unseen
+    for name, handlers in module.registrations().items():
+        chosen = {stage: handlers[stage] for stage in stages or handlers}
+        jax.ffi.register_ffi_target(name + suffix, chosen, platform="cpu")
+
+
+def test_this_xla_takes_the_handlers_without_peers():
+    register(ffi.cuda, "_of_any_jax")
+
+
+@with_peers
+def test_this_xla_takes_the_handlers_with_peers():
+    register(ffi.cuda_peers, "_of_any_jax")
+
+
+@functools.cache
+def register_launches() -> None:
+    for module in (ffi.cuda, ffi.cuda_peers):
+        if module is not None:
+            register(module, "_on_cpu", "execute")
+
+
+@pytest.fixture
+def gpu_program_on_cpu(monkeypatch) -> None:
+    """Takes every device for a GPU."""
+    register_launches()
+    call = ffi.call
+    monkeypatch.setattr(ffi, "call", lambda target, *rest: call(f"{target}_on_cpu", *rest))
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *operands, cuda, default=None, cpu=None: cuda(*operands),
+    )
+
+
+WAYS = [
+    pytest.param("fused", 1, MISSING_STREAM),
+    pytest.param("composed", 1, MISSING_STREAM),
+    pytest.param("collective", 4, MISSING_STREAM),
+    pytest.param("fused", 4, MISSING_STREAM_AND_PEERS, marks=with_peers),
+]
+
+
+@pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize(("composition", "ranks", "missing"), WAYS)
+def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing):
+    config = jax_mok.MoEConfig(composition=composition)
+    layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
+    ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
+    up = jnp.zeros((EXPERTS, HIDDEN, INNER), jnp.bfloat16)
+    down = jnp.zeros((EXPERTS, INNER, HIDDEN), jnp.bfloat16)
+    x, weights = jnp.zeros((TOKENS, HIDDEN), jnp.bfloat16), jnp.ones(ids.shape)
+    with pytest.raises(Exception, match=missing):
+        jax.block_until_ready(jax.jit(layer)(x, ids, weights, up, up, down))
+
+
+@pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize(("composition", "ranks", "missing"), WAYS)
+def test_handlers_of_plans_decode_what_they_get(composition, ranks, missing):
+    config = jax_mok.MoEConfig(composition=composition)
+    build = functools.partial(
+        jax_mok.build_plan, num_experts=EXPERTS, axis_name="ep", config=config
+    )
+    step = jax.shard_map(build, mesh=mesh_of(ranks), in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(Exception, match=missing):
+        jax.block_until_ready(jax.jit(step)(jnp.zeros((TOKENS, TOP_K), jnp.int32)))
+
+
+@pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weighted_sum_decodes_what_it_gets(dtype):
+    result = jax.ShapeDtypeStruct((TOKENS, HIDDEN), dtype)
+    ranks = jnp.zeros((TOKENS, TOP_K), jnp.int32)
+    slots, weights = jnp.zeros((TOKENS * TOP_K, HIDDEN), dtype), jnp.ones(ranks.shape)
+    with pytest.raises(Exception, match=MISSING_STREAM):
+        np.asarray(
+            ffi.call("jax_mok_weighted_sum", [result], (slots, ranks, weights), {}, frozenset())[0]
+        )
