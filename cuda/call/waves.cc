@@ -6,8 +6,9 @@ namespace mok {
 
 using namespace mok::sm90;
 
-void launch_waves(const ForwardShape& shape, const Workspace& space, ForwardParams params,
+void launch_waves(const ForwardShape& shape, const Workspace& space, const ForwardParams& all,
                   int clusters, cudaStream_t stream, Launches& launch) {
+  ForwardParams params = all;
   const auto multiply = [&](const char* what, const ItemRange* range, uint32_t* next_item) {
     params.range = range;
     params.next_item = next_item;
