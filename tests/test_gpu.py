@@ -420,7 +420,6 @@ def test_concurrent_command_buffers_are_refused(monkeypatch):
     [
         ({"hidden": 96}, {}, "multiples of 64"),
         ({"inner": 100}, {}, "multiples of 64"),
-        ({}, {"composition": "collective"}, "no GPU kernels yet"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(changes, config, message):
