@@ -43,6 +43,9 @@ bool encode_maps(const ForwardCall& call, const void* ring, ForwardParams* param
 
 std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaStream_t stream) {
   const ForwardShape& shape = call.shape;
+  if (shape.plan.tile_rows != kTileRows) {
+    return "the kernels' tiles have " + std::to_string(kTileRows) + " rows";
+  }
   const ArenaLayout layout = arena_layout(shape);
   const Arena* arena = nullptr;
   if (std::string problem = find_peers(call.communicator, layout, &arena); !problem.empty()) {

@@ -23,7 +23,7 @@ ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bo
 }
 
 int32_t ForwardShape::waves() const {
-  return composed ? ceil_div(static_cast<int32_t>(max_work_tiles(plan)), work.step_tiles) : 0;
+  return composed ? ceil_div(static_cast<int32_t>(plan.max_tiles()), work.step_tiles) : 0;
 }
 
 ArenaLayout arena_layout(const ForwardShape& shape) {
@@ -66,7 +66,7 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
   space.dispatched = rows_if(shape.composed, shape.ring_rows);
   space.output_ring = rows_if(shape.composed && pushes_rows, shape.ring_rows);
 
-  const int64_t tiles = max_work_tiles(plan);
+  const int64_t tiles = plan.max_tiles();
   const int64_t zero_begin = parts.used();
   space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);

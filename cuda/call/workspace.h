@@ -50,7 +50,7 @@ struct Workspace {
   int32_t* link_failed;
   int32_t* kernel_failed;
   uint32_t* next_items;    // one; or two a wave
-  uint32_t* hidden_ready;  // [tiles of kTileRows]
+  uint32_t* hidden_ready;  // [tiles]
   uint32_t* down_done;     // [tiles]
   uint32_t* pulled;        // [tiles]; only if tokens are pulled
 

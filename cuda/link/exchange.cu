@@ -1,11 +1,11 @@
+#include "device/clock.cuh"
+#include "device/load_kernels.h"
+#include "device/warp.cuh"
 #include "link/exchange.h"
-#include "link/load_kernels.h"
 
 namespace mok {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = ~0u;
 constexpr int kThreads = 512;
 constexpr int kCopyBlocks = 264;
 constexpr int kBarrierThreads = 128;
@@ -78,12 +78,6 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
   }
 }
 
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-
 __device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
   return reinterpret_cast<Flag*>(base + layout.flags());
 }
@@ -130,7 +124,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   const uint64_t now = meeting == Meeting::kEntry ? (last + 1) | 1 : (last | 1) + 1;
   const uint64_t entry = (now - 1) | 1;
   const bool had_failed = *failed != 0 || *kernel_failed != 0;
-  const uint64_t deadline = nanoseconds() + timeout_ns;
+  const uint64_t deadline = global_nanoseconds() + timeout_ns;
   if (threadIdx.x == 0) {
     missing = layout.ranks;
   }
@@ -144,7 +138,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   }
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
     uint64_t seen = look(&flags[peer].epoch);
-    while (seen < now && seen != missed[peer] && nanoseconds() <= deadline) {
+    while (seen < now && seen != missed[peer] && global_nanoseconds() <= deadline) {
       seen = look(&flags[peer].epoch);
     }
     if (seen < now) {

@@ -1,5 +1,5 @@
 #include "core/plan.h"
-#include "link/load_kernels.h"
+#include "device/load_kernels.h"
 #include "sm90/move_rows.h"
 #include "sm90/rows.cuh"
 

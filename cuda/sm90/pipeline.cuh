@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "device/warp.cuh"
 #include "sm90/tile.h"
-#include "sm90/warp.cuh"
 #include "sm90/watch.cuh"
 #include "sm90/work.h"
 

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "link/load_kernels.h"
+#include "device/load_kernels.h"
+#include "device/warp.cuh"
 #include "sm90/plan.h"
 #include "sm90/tile.h"
-#include "sm90/warp.cuh"
 
 // A stable counting sort of choices by expert. Each block takes a contiguous segment of the
 // choices of all ranks, in the order of their global slots:

@@ -1,11 +1,11 @@
 #pragma once
 
 #include "core/plan.h"
+#include "device/warp.cuh"
 #include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 #include "sm90/rows.cuh"
-#include "sm90/warp.cuh"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
 // order in which the rows of the plan first need them. Every peer has warps of its own, so that at

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
+#include "device/warp.cuh"
 #include "sm90/forward.h"
 #include "sm90/ptx.cuh"
-#include "sm90/warp.cuh"
 
 // Where rows lie, and how a warp copies one.
 namespace mok::sm90 {

@@ -3,10 +3,10 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "core/plan.h"
+#include "device/warp.cuh"
 #include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/rows.cuh"
-#include "sm90/warp.cuh"
 
 // The scheduling warp: claims the next item of the work list for its cluster, waits until whatever
 // the item reads is there, finds its rows, and hands it to those who load and multiply.

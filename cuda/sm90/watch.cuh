@@ -4,18 +4,13 @@
 
 #include <cstdint>
 
+#include "device/clock.cuh"
 #include "sm90/ptx.cuh"
 
 // Waits that end. A wait gives up when the kernel's deadline has passed; from then on this thread
 // does not wait at all, and the kernel runs to its end with the fault word set and worthless
 // results. (A trap would cost the context, and makes ptxas ignore the budget of setmaxnreg.)
 namespace mok::sm90 {
-
-__device__ inline uint64_t global_nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
 
 struct Watch {
   uint64_t deadline;

@@ -209,33 +209,11 @@ MOK_HOST_DEVICE inline BlockWork block_work(const WorkItem& item, int32_t block_
   };
 }
 
-// Groups and steps as large as wanted, or as a ring of `ring_tiles` allows: it holds the hidden
-// rows of a step and of the `lag` steps before it, and the last group of a step may reach beyond.
-inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
-                            int32_t group_units, int32_t step_tiles) {
-  WorkShape shape{.cluster = cluster,
-                  .group_units = group_units,
-                  .step_tiles = 1,
-                  .lag = 1,
-                  .ring_tiles = ring_tiles,
-                  .gate_up_columns = gate_up_column_blocks(inner),
-                  .down_columns = down_column_blocks(hidden)};
-  while (shape.group_units > 1 && 2 * shape.step_tiles + shape.group_tiles() > ring_tiles) {
-    --shape.group_units;
-  }
-  if (2 * shape.step_tiles + shape.group_tiles() > ring_tiles) {
-    shape.lag = 0;
-    return shape;
-  }
-  const int32_t most = (ring_tiles - shape.group_tiles()) / 2;
-  shape.step_tiles = step_tiles < most ? step_tiles : most;
-  return shape;
-}
-
-// Steps that are waves, one after the other: as large as the ring allows, groups small enough for
-// most of the ring to be the step's.
-inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
-                            int32_t group_units) {
+// Without a lag and with steps of a tile; groups as large as wanted, or as `fits` allows, asked
+// about the tiles of the largest one.
+template <typename Fits>
+WorkShape shape_of_groups(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
+                          int32_t group_units, const Fits& fits) {
   WorkShape shape{.cluster = cluster,
                   .group_units = group_units,
                   .step_tiles = 1,
@@ -243,9 +221,32 @@ inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden,
                   .ring_tiles = ring_tiles,
                   .gate_up_columns = gate_up_column_blocks(inner),
                   .down_columns = down_column_blocks(hidden)};
-  while (shape.group_units > 1 && 2 * shape.group_tiles() > ring_tiles) {
+  while (shape.group_units > 1 && !fits(shape.group_tiles())) {
     --shape.group_units;
   }
+  return shape;
+}
+
+// Groups and steps as large as wanted, or as a ring of `ring_tiles` allows: it holds the hidden
+// rows of a step and of the `lag` steps before it, and the last group of a step may reach beyond.
+inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
+                            int32_t group_units, int32_t step_tiles) {
+  const auto fits = [&](int32_t group_tiles) { return 2 + group_tiles <= ring_tiles; };
+  WorkShape shape = shape_of_groups(cluster, ring_tiles, hidden, inner, group_units, fits);
+  if (fits(shape.group_tiles())) {
+    const int32_t most = (ring_tiles - shape.group_tiles()) / 2;
+    shape.step_tiles = step_tiles < most ? step_tiles : most;
+    shape.lag = 1;
+  }
+  return shape;
+}
+
+// Steps that are waves, one after the other: as large as the ring allows, groups small enough for
+// most of the ring to be the step's.
+inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden, int32_t inner,
+                            int32_t group_units) {
+  const auto fits = [&](int32_t group_tiles) { return 2 * group_tiles <= ring_tiles; };
+  WorkShape shape = shape_of_groups(cluster, ring_tiles, hidden, inner, group_units, fits);
   shape.step_tiles = ring_tiles - shape.group_tiles() + 1;
   return shape;
 }

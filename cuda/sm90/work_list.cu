@@ -1,6 +1,6 @@
-#include "link/load_kernels.h"
+#include "device/load_kernels.h"
+#include "device/warp.cuh"
 #include "sm90/unit_table.h"
-#include "sm90/warp.cuh"
 #include "sm90/work_list.h"
 
 namespace mok::sm90 {
@@ -12,13 +12,8 @@ constexpr int kBlocks = 132;
 struct ListCall {
   WorkShape shape;
   int32_t experts;
-  int32_t work_tiles_per_tile;
   const int32_t* expert_tile;
   WorkList list;
-
-  __device__ int32_t first_tile(int32_t expert) const {
-    return expert_tile[expert] * work_tiles_per_tile;
-  }
 };
 
 __device__ int32_t of_last_lane(int32_t value) { return __shfl_sync(kAllLanes, value, kWarp - 1); }
@@ -30,8 +25,8 @@ __device__ void find_starts(const ListCall& call, Start* starts) {
   for (int32_t begin = 0; begin < call.experts; begin += kWarp) {
     const int32_t expert = begin + lane;
     const bool present = expert < call.experts;
-    const int32_t tile = present ? call.first_tile(expert) : 0;
-    const Units own = present ? units_of(call.shape, call.first_tile(expert + 1) - tile) : Units{};
+    const int32_t tile = present ? call.expert_tile[expert] : 0;
+    const Units own = present ? units_of(call.shape, call.expert_tile[expert + 1] - tile) : Units{};
     const Units upto{inclusive_scan(own.full), inclusive_scan(own.pair),
                      inclusive_scan(own.single)};
     if (present) {
@@ -41,7 +36,7 @@ __device__ void find_starts(const ListCall& call, Start* starts) {
         total + Units{of_last_lane(upto.full), of_last_lane(upto.pair), of_last_lane(upto.single)};
   }
   if (lane == 0) {
-    starts[call.experts] = {total, call.first_tile(call.experts)};
+    starts[call.experts] = {total, call.expert_tile[call.experts]};
   }
 }
 
@@ -77,22 +72,18 @@ __global__ void __launch_bounds__(kThreads) list_work_kernel(const ListCall call
 
 }  // namespace
 
-int64_t max_work_tiles(const PlanShape& plan) {
-  return plan.max_tiles() * (plan.tile_rows / kTileRows);
-}
-
 int64_t max_items(const PlanShape& plan, const WorkShape& shape) {
   // Every expert may end in two units that are not full, each with an item per span of columns.
   const int64_t columns = shape.gate_up_columns + shape.down_columns;
   const int64_t spans =
       ceil_div(shape.gate_up_columns, shape.cluster) + ceil_div(shape.down_columns, shape.cluster);
-  return max_work_tiles(plan) / shape.unit_tiles() * columns +
+  return plan.max_tiles() / shape.unit_tiles() * columns +
          static_cast<int64_t>(plan.local_experts()) * 2 * spans;
 }
 
 cudaError_t list_work(const PlanShape& plan, const WorkShape& shape, const int32_t* expert_tile,
                       const WorkList& list, cudaStream_t stream) {
-  const ListCall call{shape, plan.local_experts(), plan.tile_rows / kTileRows, expert_tile, list};
+  const ListCall call{shape, plan.local_experts(), expert_tile, list};
   const size_t bytes = sizeof(Start) * (plan.local_experts() + 1);
   list_work_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);
   return cudaGetLastError();

@@ -5,21 +5,18 @@
 #include "core/plan.h"
 #include "sm90/work.h"
 
-// The forward kernel's work list, from a rank's plan.
+// The forward kernel's work list, from a rank's plan in tiles of kTileRows rows.
 namespace mok::sm90 {
 
 struct WorkList {
   WorkItem* items;  // [max_items]
   ItemRange* all_items;
-  int32_t* tile_count;  // tiles of kTileRows rows
-  Wave* waves;          // [wave_count], empty past the last step
-  int32_t wave_count;   // 0 unless the shape has no lag
+  int32_t* tile_count;
+  Wave* waves;         // [wave_count], empty past the last step
+  int32_t wave_count;  // 0 unless the shape has no lag
 };
 
 int64_t max_items(const PlanShape& plan, const WorkShape& shape);
-
-// Tiles of kTileRows rows that a rank may have to take; a plan's tile may be several of them.
-int64_t max_work_tiles(const PlanShape& plan);
 
 cudaError_t list_work(const PlanShape& plan, const WorkShape& shape, const int32_t* expert_tile,
                       const WorkList& list, cudaStream_t stream);

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace mok::sm90 {
+namespace mok {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = ~0u;
@@ -18,4 +18,4 @@ __device__ inline int32_t inclusive_scan(int32_t value) {
   return value;
 }
 
-}  // namespace mok::sm90
+}  // namespace mok
