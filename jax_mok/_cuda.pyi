@@ -24,6 +24,7 @@ def arena_bytes(
     dispatch_push: bool,
     combine_push: bool,
     composed: bool,
+    keeps_plan: bool,
 ) -> int: ...
 def workspace_bytes(
     *,
@@ -39,4 +40,5 @@ def workspace_bytes(
     dispatch_push: bool,
     combine_push: bool,
     composed: bool,
+    keeps_plan: bool,
 ) -> int: ...

@@ -43,9 +43,9 @@ def saved_tiles(call: Call) -> int:
     return call.layout.saved_rows // TILE_ROWS
 
 
-def empty_pre_activations(call: Call, dtype: jnp.dtype, inner: int) -> jax.Array:
+def pre_activations_type(call: Call, dtype: jnp.dtype, inner: int) -> jax.ShapeDtypeStruct:
     """[saved tiles + 1, 2, 64, I] gate and up; later tiles are written to the spare last entry."""
-    return jnp.zeros((saved_tiles(call) + 1, 2, TILE_ROWS, inner), dtype)
+    return jax.ShapeDtypeStruct((saved_tiles(call) + 1, 2, TILE_ROWS, inner), dtype)
 
 
 def forward(
@@ -64,7 +64,7 @@ def forward(
       weights: this rank's experts.
       plan: this rank's plan.
       wave: int32 scalar.
-      pre_activations: from `empty_pre_activations` if they are to be kept.
+      pre_activations: zeros of `pre_activations_type` if they are to be kept.
 
     Returns:
       [ring_rows, H] outputs, and the pre-activations with those of this wave filled in.

@@ -30,7 +30,7 @@ def forward(
     reason = gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         return refuse_when_lowered(x, reason)
-    return _call_kernel(call, x, expert_ids, router_weights, weights, kept=[])[0]
+    return _call_kernel(call, x, expert_ids, router_weights, weights, keep=[])[0]
 
 
 def forward_and_keep(
@@ -43,17 +43,17 @@ def forward_and_keep(
     """As `forward`, and what the backward pass needs of it.
 
     Returns:
-      y, the plan, and the pre-activations of the first `saved_rows` rows: the shape of
-      `experts.empty_pre_activations`, each tile in the order of `cuda/sm90/forward.h`.
+      y, the plan, and the pre-activations of the first `saved_rows` rows: of
+      `experts.pre_activations_type`, each tile in the order of `cuda/sm90/forward.h`.
     """
-    kept = experts.empty_pre_activations(call, x.dtype, weights.gate.shape[2])
+    kept = experts.pre_activations_type(call, x.dtype, weights.gate.shape[2])
     reason = gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         refused = refuse_when_lowered(x, reason)
-        return refused, plan.refused_plan(call, reason), vary(kept, call.axes)
-    kept_types = [jax.ShapeDtypeStruct(kept.shape, kept.dtype), *plan.tables(call.layout)]
+        nothing = vary(jnp.zeros(kept.shape, kept.dtype), call.axes)
+        return refused, plan.refused_plan(call, reason), nothing
     y, pre_activations, *tables = _call_kernel(
-        call, x, expert_ids, router_weights, weights, kept_types
+        call, x, expert_ids, router_weights, weights, keep=[kept, *plan.tables(call.layout)]
     )
     return y, Plan(*tables), pre_activations
 
@@ -64,9 +64,10 @@ def _call_kernel(
     expert_ids: jax.Array,
     router_weights: jax.Array,
     weights: Weights,
-    kept: list[jax.ShapeDtypeStruct],
+    *,
+    keep: list[jax.ShapeDtypeStruct],
 ) -> list[jax.Array]:
-    """y, and results of the types `kept`."""
+    """y, and results of the types `keep`: none, or the pre-activations and the plan."""
     layout = call.layout
     sizes: dict[str, np.generic] = {
         **gpu.plan_sizes(layout),
@@ -75,12 +76,13 @@ def _call_kernel(
         "inner": np.int64(weights.gate.shape[2]),
         **gpu.directions(call.config),
         "composed": np.bool_(call.config.composition == "composed"),
+        "keeps_plan": np.bool_(bool(keep)),
     }
     assert ffi.cuda is not None
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((ffi.cuda.workspace_bytes(**gpu.arguments(sizes)),), jnp.uint8),
-        *kept,
+        *keep,
     ]
     clamp = math.inf if call.config.clamp is None else call.config.clamp
     attributes = {**sizes, **gpu.meeting(call), "clamp": np.float32(clamp)}

@@ -17,6 +17,8 @@ LEAST_RING_ROWS = 256
 """Two blocks of 128 rows, a cluster's."""
 WIDTH_MULTIPLE = 64
 """H and I are multiples of it."""
+MOST_EXPERTS = (227 * 1024 // 4 - 4) // 19
+"""Of all ranks: `cuda/sm90/plan.cu` places choices with 19 · experts + 4 int32 in shared memory."""
 _CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
 
 

@@ -49,8 +49,8 @@ def forward(
     """y [T, H], and the pre-activations of the first `saved_rows` rows if they are to be kept."""
     pre_activations = None
     if keep_pre_activations:
-        inner = weights.gate.shape[-1]
-        pre_activations = vary(experts.empty_pre_activations(call, x.dtype, inner), call.axes)
+        kept = experts.pre_activations_type(call, x.dtype, weights.gate.shape[-1])
+        pre_activations = vary(jnp.zeros(kept.shape, kept.dtype), call.axes)
     slots = vary(jnp.zeros((call.layout.choices, x.shape[1]), x.dtype), call.axes)
 
     def run_wave(

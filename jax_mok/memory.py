@@ -21,7 +21,7 @@ from typing import Any
 
 from jax_mok.config import TILE_ROWS, MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
-from jax_mok.gpu import WIDTH_MULTIPLE, ring_rows
+from jax_mok.gpu import MOST_EXPERTS, WIDTH_MULTIPLE, ring_rows
 from jax_mok.layout import make_layout
 
 _ALIGNMENT = 256
@@ -98,8 +98,10 @@ def memory(
 ) -> Memory:
     """The memory that the layer's forward pass needs on each GPU, beside operands and results.
 
-    It is that of the fused composition; all that the collective one needs is XLA's. The function
-    runs anywhere: neither GPUs nor their kernels are asked.
+    It is that of the fused composition; all that the collective one needs is XLA's. And that of a
+    call outside `jax.grad`: under a gradient rows, tiles, experts and choices of the plan are no
+    part of the workspace but results, kept for the backward pass, as are the order of pulls (4·M)
+    and the pre-activations. The function runs anywhere: neither GPUs nor their kernels are asked.
 
     Args:
       config: the layer's options; `ring_rows`, `chunk_rows`, `dispatch`, `combine` and
@@ -122,6 +124,11 @@ def memory(
     H, I = _whole("hidden", hidden, WIDTH_MULTIPLE), _whole("inner", inner, WIDTH_MULTIPLE)
     if E % n:
         raise MoEInputError(f"{E} experts cannot be divided among {n} ranks: use a multiple of {n}")
+    if E > MOST_EXPERTS:
+        raise MoEInputError(
+            f"the plan of {E} experts does not fit a block's shared memory: use at most "
+            f"{MOST_EXPERTS}"
+        )
     config = config_or_default(config)
     layout = make_layout(config, ranks=n, tokens=T, top_k=K, experts=E)
     M, R = layout.max_rows, ring_rows(layout)

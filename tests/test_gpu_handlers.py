@@ -72,16 +72,23 @@ WAYS = [
 
 
 @pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize("derived", [False, True])
 @pytest.mark.parametrize(("composition", "ranks", "missing"), WAYS)
-def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing):
+def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing, derived):
     config = jax_mok.MoEConfig(composition=composition)
     layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
     ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
     up = jnp.zeros((EXPERTS, HIDDEN, INNER), jnp.bfloat16)
     down = jnp.zeros((EXPERTS, INNER, HIDDEN), jnp.bfloat16)
     x, weights = jnp.zeros((TOKENS, HIDDEN), jnp.bfloat16), jnp.ones(ids.shape)
+
+    def step(x, *rest):
+        if derived:  # the forward pass under a gradient
+            return jax.vjp(lambda x: layer(x, *rest), x)[0]
+        return layer(x, *rest)
+
     with pytest.raises(Exception, match=missing):
-        jax.block_until_ready(jax.jit(layer)(x, ids, weights, up, up, down))
+        jax.block_until_ready(jax.jit(step)(x, ids, weights, up, up, down))
 
 
 @pytest.mark.usefixtures("gpu_program_on_cpu")

@@ -9,7 +9,7 @@ import pytest
 
 import jax_mok
 from jax_mok import ffi
-from jax_mok.gpu import LEAST_RING_ROWS
+from jax_mok.gpu import LEAST_RING_ROWS, MOST_EXPERTS
 from jax_mok.layout import make_layout
 
 SIZES = dict(ranks=2, tokens=8192, top_k=8, experts=128, hidden=2048, inner=768)
@@ -38,7 +38,10 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
+built_with_kernels = pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
+
+
+@built_with_kernels
 @pytest.mark.parametrize(("config", "sizes"), CASES)
 def test_bytes_are_those_of_the_kernels(config, sizes):
     shared = {name: sizes[name] for name in ("ranks", "tokens", "top_k", "experts")}
@@ -53,9 +56,22 @@ def test_bytes_are_those_of_the_kernels(config, sizes):
         dispatch_push=options.dispatch == "push",
         combine_push=options.combine == "push",
         composed=options.composition == "composed",
+        keeps_plan=False,
     )
     assert memory.workspace_bytes == ffi.cuda.workspace_bytes(**arguments)
     assert memory.arena_bytes == ffi.cuda.arena_bytes(**arguments)
+    kept = [f"{what} of the plan" for what in ("rows", "tiles", "experts", "choices")]
+    tables = sum(part.bytes for part in memory.workspace if part.name in kept)
+    tables += 256  # its counts, one of the single words
+    arguments["keeps_plan"] = True
+    assert memory.workspace_bytes - tables == ffi.cuda.workspace_bytes(**arguments)
+
+
+@built_with_kernels
+def test_the_most_experts_are_those_of_the_kernels():
+    sizes = dict(ranks=1, tokens=8, top_k=1, tile_rows=64, chunk_rows=64)
+    assert ffi.cuda.plan_fits(experts=MOST_EXPERTS, **sizes)
+    assert not ffi.cuda.plan_fits(experts=MOST_EXPERTS + 1, **sizes)
 
 
 @pytest.mark.parametrize(("config", "sizes"), CASES)
@@ -98,6 +114,7 @@ def test_a_smaller_ring_needs_less_and_one_rank_shows_nothing():
         ({"hidden": 100}, "hidden=100 must be a positive multiple of 64"),
         ({"inner": -64}, "inner=-64 must be a positive multiple of 64"),
         ({"experts": 129}, "129 experts cannot be divided among 2 ranks: use a multiple of 2"),
+        ({"experts": 3060}, "3060 experts does not fit .* use at most 3058"),
         ({"tokens": 2**30}, "split the batch into several calls"),
         ({"config": {}}, "config must be a MoEConfig or None, got dict"),
     ],

@@ -55,7 +55,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   if (call.workspace.bytes < space.bytes) {
     return "the workspace is too small";
   }
-  const PlanTables& tables = call.tables == nullptr ? space.tables : *call.tables;
+  const PlanTables& tables = shape.keeps_plan ? call.tables : space.tables;
   const Device device = device_of(ordinal);
   const int32_t rank = arena == nullptr ? 0 : arena->rank;
   const auto part_of_arena = [&](int64_t offset) {

@@ -29,11 +29,11 @@ struct ForwardCall {
   uint16_t* y;           // [tokens, hidden]
   Memory workspace;      // of `lay_out`
 
-  // What the backward pass needs: pre-activations of the first `saved_tiles` tiles, and all tables.
-  // Null if nobody wants them.
+  // What the backward pass needs if the shape keeps the plan: pre-activations of the first
+  // `saved_tiles` tiles, and all tables. Else null and empty.
   uint16_t* saved;
   int32_t saved_tiles;
-  const PlanTables* tables;
+  PlanTables tables;
 };
 
 // Returns what went wrong, or nothing. The device is prepared.

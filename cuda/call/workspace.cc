@@ -5,7 +5,7 @@
 namespace mok::sm90 {
 
 ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bool composed,
-                                int64_t ring_rows, int64_t hidden, int64_t inner) {
+                                bool keeps_plan, int64_t ring_rows, int64_t hidden, int64_t inner) {
   constexpr int kGroupUnits = 8;
   constexpr int kStepTiles = 16384 / kTileRows;
   const auto ring_tiles = static_cast<int32_t>(ring_rows / kTileRows);
@@ -14,6 +14,7 @@ ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bo
   return {.plan = plan,
           .directions = directions,
           .composed = composed,
+          .keeps_plan = keeps_plan,
           .work = composed ? wave_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits)
                            : work_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits,
                                         kStepTiles),
@@ -44,14 +45,16 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
     return needed ? parts.take<uint16_t>(rows * shape.hidden) : nullptr;
   };
   Workspace space{};
-  space.tables = {.row_source = parts.take<int32_t>(plan.max_rows()),
-                  .pull_order = nullptr,
-                  .tile_expert = parts.take<int32_t>(plan.max_tiles()),
-                  .expert_tile = parts.take<int32_t>(plan.local_experts() + 1),
-                  .expert_rows = parts.take<int32_t>(plan.local_experts()),
-                  .slot_rank = parts.take<int32_t>(plan.choices()),
-                  .slot_row = parts.take<int32_t>(plan.choices()),
-                  .counts = parts.take<int32_t>(kPlanCounts)};
+  if (!shape.keeps_plan) {
+    space.tables = {.row_source = parts.take<int32_t>(plan.max_rows()),
+                    .pull_order = nullptr,
+                    .tile_expert = parts.take<int32_t>(plan.max_tiles()),
+                    .expert_tile = parts.take<int32_t>(plan.local_experts() + 1),
+                    .expert_rows = parts.take<int32_t>(plan.local_experts()),
+                    .slot_rank = parts.take<int32_t>(plan.choices()),
+                    .slot_row = parts.take<int32_t>(plan.choices()),
+                    .counts = parts.take<int32_t>(kPlanCounts)};
+  }
   space.routes = alone ? nullptr : parts.take<int32_t>(plan.ranks * plan.choices());
   space.plan_scratch = parts.take<int32_t>(plan_scratch_words(plan));
   space.list = {.items = parts.take<WorkItem>(max_items(plan, shape.work)),

@@ -16,7 +16,8 @@ namespace mok::sm90 {
 struct ForwardShape {
   PlanShape plan;
   Directions directions;
-  bool composed;  // the moves are kernels of their own, wave by wave
+  bool composed;    // the moves are kernels of their own, wave by wave
+  bool keeps_plan;  // its tables are the caller's
   WorkShape work;
   int64_t ring_rows;
   int64_t hidden;
@@ -30,8 +31,8 @@ struct ForwardShape {
 };
 
 struct Workspace {
-  PlanTables tables;
-  int32_t* routes;  // [ranks, tokens, top_k]; only with peers
+  PlanTables tables;  // unless the caller keeps the plan
+  int32_t* routes;    // [ranks, tokens, top_k]; only with peers
   int32_t* plan_scratch;
   uint64_t* to_pull;  // [tiles], within the part that is set to zero; only if tokens are pulled
   WorkList list;
@@ -59,8 +60,8 @@ struct Workspace {
 
 // Sizes with the cluster, group and step sizes that measured best.
 MOK_EXPORT ForwardShape make_forward_shape(const PlanShape& plan, Directions directions,
-                                           bool composed, int64_t ring_rows, int64_t hidden,
-                                           int64_t inner);
+                                           bool composed, bool keeps_plan, int64_t ring_rows,
+                                           int64_t hidden, int64_t inner);
 
 // Of the arena, if there are peers.
 MOK_EXPORT ArenaLayout arena_layout(const ForwardShape& shape);

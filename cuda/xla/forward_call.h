@@ -29,6 +29,7 @@ struct ForwardAttributes {
   bool dispatch_push;
   bool combine_push;
   bool composed;
+  bool keeps_plan;
   float clamp;
   double timeout_s;
   xla::ffi::Span<const int64_t> groups;
@@ -37,8 +38,8 @@ struct ForwardAttributes {
   uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
   sm90::ForwardShape shape() const {
     return sm90::make_forward_shape({ranks, tokens, top_k, experts, tile_rows, chunk_rows},
-                                    {dispatch_push, combine_push}, composed, ring_rows, hidden,
-                                    inner);
+                                    {dispatch_push, combine_push}, composed, keeps_plan, ring_rows,
+                                    hidden, inner);
   }
   ArenaLayout arena_layout() const { return sm90::arena_layout(shape()); }
 };
@@ -49,8 +50,8 @@ inline uint16_t* bits(Bf16Buffer buffer) {
   return reinterpret_cast<uint16_t*>(buffer.typed_data());
 }
 
-// `kept` is empty, or pre-activations of some tiles and a spare one, which only the CPU's layer
-// writes, and the plan's tables. `communicator` is null without peers.
+// `kept` is empty, or if the plan is kept pre-activations of some tiles and a spare one, which only
+// the CPU's layer writes, and the plan's tables. `communicator` is null without peers.
 inline xla::ffi::Error execute_forward(cudaStream_t stream, int32_t ordinal, void* communicator,
                                        Bf16Buffer x, xla::ffi::Buffer<xla::ffi::S32> ids,
                                        xla::ffi::Buffer<xla::ffi::F32> weights, Bf16Buffer gate,
@@ -72,14 +73,12 @@ inline xla::ffi::Error execute_forward(cudaStream_t stream, int32_t ordinal, voi
                    .workspace = memory_of(workspace),
                    .saved = nullptr,
                    .saved_tiles = 0,
-                   .tables = nullptr};
-  PlanTables tables{};
-  if (kept.size() > 0) {
+                   .tables = {}};
+  if (attributes.keeps_plan) {
     auto saved = *kept.get<Bf16Buffer>(0);
     call.saved = bits(*saved);
     call.saved_tiles = static_cast<int32_t>(saved->dimensions().front()) - 1;
-    tables = plan_tables(kept, 1);
-    call.tables = &tables;
+    call.tables = plan_tables(kept, 1);
   }
   return failure_if(launch_forward_call(call, ordinal, stream));
 }
@@ -110,6 +109,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("inner"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<int64_t>("ring_rows"),
     xla::ffi::StructMember<bool>("dispatch_push"), xla::ffi::StructMember<bool>("combine_push"),
-    xla::ffi::StructMember<bool>("composed"), xla::ffi::StructMember<float>("clamp"),
-    xla::ffi::StructMember<double>("timeout_s"),
+    xla::ffi::StructMember<bool>("composed"), xla::ffi::StructMember<bool>("keeps_plan"),
+    xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

@@ -36,14 +36,15 @@ void def_of_shape(nb::module_& module, const char* name, Function function) {
       name,
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                  int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
-                 bool dispatch_push, bool combine_push, bool composed) {
+                 bool dispatch_push, bool combine_push, bool composed, bool keeps_plan) {
         return function(sm90::make_forward_shape(
             {ranks, tokens, top_k, experts, tile_rows, chunk_rows}, {dispatch_push, combine_push},
-            composed, ring_rows, hidden, inner));
+            composed, keeps_plan, ring_rows, hidden, inner));
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
       nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
-      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("composed"));
+      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("composed"),
+      nb::arg("keeps_plan"));
 }
 
 int64_t arena_bytes(const sm90::ForwardShape& shape) {

@@ -136,12 +136,17 @@ def link_chain(mesh: Mesh, local_bytes: int) -> Chain:
     """Every device sends so many bytes to its right neighbour and takes as many from its left."""
     to_right = [(rank, (rank + 1) % mesh.size) for rank in range(mesh.size)]
 
-    def body(values: jax.Array, calls: int) -> jax.Array:
-        for _ in range(calls):
-            values = jax.lax.ppermute(values, AXIS, to_right)
-        return values
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(values: jax.Array, calls: int) -> jax.Array:
+        def body(values: jax.Array) -> jax.Array:
+            for _ in range(calls):
+                values = jax.lax.ppermute(values, AXIS, to_right)
+            return values
 
-    return _chain_of_bytes(mesh, local_bytes, body, guess_s=local_bytes / 3e11)
+        return jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(values)
+
+    values = _device_bytes(mesh, local_bytes)
+    return Chain(functools.partial(run, values), guess_s=local_bytes / 3e11)
 
 
 def memory_chain(mesh: Mesh, local_bytes: int) -> Chain:
@@ -155,19 +160,6 @@ def memory_chain(mesh: Mesh, local_bytes: int) -> Chain:
         return result
 
     return Chain(run, guess_s=2 * local_bytes / 4e12)
-
-
-def _chain_of_bytes(
-    mesh: Mesh, local_bytes: int, body: Callable[..., jax.Array], guess_s: float
-) -> Chain:
-    values = _device_bytes(mesh, local_bytes)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def run(values: jax.Array, calls: int) -> jax.Array:
-        on_a_device = functools.partial(body, calls=calls)
-        return jax.shard_map(on_a_device, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(values)
-
-    return Chain(functools.partial(run, values), guess_s)
 
 
 def _device_bytes(mesh: Mesh, local_bytes: int) -> jax.Array:
