@@ -21,13 +21,15 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "choices"),
+    ("tokens", "hidden", "choices", "combine"),
     [
-        (32_832, 8192, 8),  # more than 262,144 rows, and more than 2**31 elements of output rows
-        (131_072, 64, 1),
+        # More than 262,144 rows, and more than 2**31 elements of output rows.
+        (32_832, 8192, 8, "push"),
+        (32_832, 8192, 8, "pull"),
+        (131_072, 64, 1, "push"),
     ],
 )
-def test_sizes_beyond_32_bits(tokens, hidden, choices):
+def test_sizes_beyond_32_bits(tokens, hidden, choices, combine):
     experts = 8
     sample = np.r_[0:32, tokens // 2 - 16 : tokens // 2 + 16, tokens - 32 : tokens]
     inputs = draw(tokens=64, hidden=hidden, inner=64, experts=experts)
@@ -41,7 +43,7 @@ def test_sizes_beyond_32_bits(tokens, hidden, choices):
             out_shardings=sharded,
         )()
         operands = [jax.device_put(a, sharded) for a in (ids, weights, *inputs[3:6])]
-        y = np.asarray(forward(ranks, MoEConfig())(x, *operands))
+        y = np.asarray(forward(ranks, MoEConfig(combine=combine))(x, *operands))
         results.append(y.tobytes())
         assert_right(
             y[sample],

@@ -1,4 +1,4 @@
-"""Host programs that hold the GPU kernels' schedule to what they rely on."""
+"""Host programs that hold the GPU kernels' plan and schedule to what they rely on."""
 
 import os
 import pathlib

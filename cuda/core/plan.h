@@ -66,6 +66,23 @@ struct PlanView {
   const int32_t* counts;
 };
 
+// Whether a choice's row is the first on its expert's rank that needs its token: the token's other
+// choices there have higher experts, or the same one and come later. `choice` is the global slot of
+// one that has an expert; `routes` are those of all ranks.
+MOK_HOST_DEVICE inline bool needs_first(const PlanShape& shape, const int32_t* routes,
+                                        int64_t choice) {
+  const int32_t id = routes[choice];
+  const int64_t first = choice / shape.top_k * shape.top_k;
+  for (int64_t other = first; other < first + shape.top_k; ++other) {
+    const int32_t other_id = routes[other];
+    const bool is_there = shape.is_expert(other_id) && shape.owner(other_id) == shape.owner(id);
+    if (is_there && (other_id < id || (other_id == id && other < choice))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // In a round of pulls a rank visits its right neighbour first and itself last, so at any moment
 // the ranks pull from different peers.
 MOK_HOST_DEVICE inline int32_t visit_index(int32_t source, int32_t rank, int32_t ranks) {

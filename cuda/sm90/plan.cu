@@ -212,20 +212,6 @@ __device__ void count_of_warp(const PlanCall& call, int32_t* counts, int64_t beg
   }
 }
 
-// Whether no earlier row of this rank needs the choice's token: its other choices here have higher
-// experts, or the same one and come later.
-__device__ bool needs_first(const PlanCall& call, int64_t choice, int32_t id) {
-  const int64_t first = choice / call.shape.top_k * call.shape.top_k;
-  for (int64_t other = first; other < first + call.shape.top_k; ++other) {
-    const int32_t other_id = call.source.routes[other];
-    const bool is_here = call.shape.is_expert(other_id) && call.shape.owner(other_id) == call.rank;
-    if (is_here && (other_id < id || (other_id == id && other < choice))) {
-      return false;
-    }
-  }
-  return true;
-}
-
 // Gives the choices of this warp's share their rows, in order.
 __device__ void place_of_warp(const PlanCall& call, int32_t* next_row, int64_t begin, int64_t end) {
   const PlanShape& shape = call.shape;
@@ -252,7 +238,8 @@ __device__ void place_of_warp(const PlanCall& call, int32_t* next_row, int64_t b
     const int32_t owner = valid ? shape.owner(id) : kMaskedChoice;
     if (valid && owner == call.rank) {
       call.tables.row_source[row] = static_cast<int32_t>(choice);
-      if (call.source.to_pull != nullptr && !call.is_own(choice) && needs_first(call, choice, id)) {
+      if (call.source.to_pull != nullptr && !call.is_own(choice) &&
+          needs_first(shape, call.source.routes, choice)) {
         atomicOr(reinterpret_cast<unsigned long long*>(call.source.to_pull) + row / kTileRows,
                  1ull << (row % kTileRows));
       }
