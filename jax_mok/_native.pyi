@@ -11,6 +11,7 @@ class Fault(TypedDict):
     peer: int
     expected: int
     seen: int
+    device: int
 
 def registrations() -> dict[str, dict[str, object]]: ...
 def take_faults() -> tuple[list[Fault], int]: ...

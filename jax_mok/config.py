@@ -27,10 +27,14 @@ class MoEConfig:
 
     Attributes:
       ring_rows: rows of the ring that holds dispatched tokens on an expert's rank, a multiple of 64
-        and of `chunk_rows`. A load larger than the ring takes more waves. None: the balanced load
-        (one row per choice, and padding of tiles) with a quarter of head-room.
-      chunk_rows: rows of one chunk of the ring, a multiple of 64; pulls from the peers are
-        interleaved within a chunk. None: up to 4096, what divides the ring.
+        and of `chunk_rows`. A load larger than the ring takes more waves. In the fused GPU kernel
+        the ring holds hidden rows, 2·ring_rows·I bytes, and peers' tokens lie in a buffer
+        [ranks, T, H] that does not depend on it. None: the balanced load (one row per choice, and
+        padding of tiles) with a quarter of head-room.
+      chunk_rows: rows of one chunk of the ring, a multiple of 64; on CPU devices pulls from the
+        peers are interleaved within a chunk, in the order that `build_plan` gives. Of the GPU
+        kernels only the size of the ring, whole chunks, depends on it. None: up to 4096, what
+        divides the ring.
       saved_rows: rows on a rank whose pre-activations are kept for the backward pass, a multiple of
         64. Later rows are dispatched and multiplied again there. None: one ring.
       dispatch: who moves token rows to the experts: the expert's rank ("pull") or the token's home

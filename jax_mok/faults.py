@@ -20,7 +20,8 @@ def check() -> None:
     `jax.block_until_ready`) before checking.
 
     Raises:
-      MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`.
+      MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`, or a GPU's kernel took
+        longer.
       MoEInputError: if expert ids were out of range.
     """
     faults, dropped = _native.take_faults()
@@ -58,10 +59,11 @@ def _describe(fault: _native.Fault) -> str:
         )
     if fault["kind"] == "kernel_timeout":
         return (
-            f"a wait within a kernel on device {fault['rank']} expired in {fault['seen']} call(s); "
-            "their outputs are NaN"
+            f"a wait within a kernel on GPU {fault['device']} expired in {fault['seen']} call(s); "
+            "their outputs are NaN. MoEConfig.timeout_s includes the kernel's own time: raise it; "
+            "if such a call takes much less, report a bug"
         )
-    who = f"rank {fault['rank']}{group}" if fault["rank"] >= 0 else "a GPU"
+    who = f"rank {fault['rank']}{group}" if fault["rank"] >= 0 else f"GPU {fault['device']}"
     return (
         f"{who} had {fault['seen']} expert id(s) outside "
         f"0..{fault['expected'] - 1}; they were treated as masked: mend the router, or use -1 for "

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+import types
 
 import harness
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_mok
+from jax_mok import faults
 from jax_mok.versions import check_jax_version
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 8, 16, 24, 8, 2
@@ -297,6 +299,26 @@ def test_a_rank_that_does_not_come_is_named_within_the_time_out():
     with pytest.raises(jax_mok.MoETimeoutError, match="waited for rank 2; 3 of 4 ranks came"):
         jax_mok.check()
     call(config=config)
+
+
+def test_a_time_out_within_a_gpu_kernel_says_what_to_do(monkeypatch):
+    fault = dict(
+        kind="kernel_timeout",
+        operation="kernel",
+        group=0,
+        rank=-1,
+        peer=-1,
+        expected=0,
+        seen=2,
+        device=3,
+    )
+    recorded = types.SimpleNamespace(take_faults=lambda: [fault])
+    monkeypatch.setattr(faults.ffi, "cuda", recorded)
+    message = (
+        r"kernel on GPU 3 expired in 2 call.*MoEConfig\.timeout_s .* raise it; .* report a bug"
+    )
+    with pytest.raises(jax_mok.MoETimeoutError, match=message):
+        jax_mok.check()
 
 
 @pytest.mark.parametrize("version", [(0, 10, 1), (0, 9, 0), (0, 13, 0), (1, 0, 0)])

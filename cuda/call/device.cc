@@ -93,15 +93,18 @@ std::vector<Fault> take_gpu_faults() {
     std::memcpy(&now, device.record, sizeof(now));
     if (now.link_timeouts != device.told.link_timeouts) {
       faults.push_back({FaultKind::kTimeout, Operation::kMeeting, /*group=*/0, now.rank, now.peer,
-                        static_cast<int64_t>(now.expected), static_cast<int64_t>(now.seen)});
+                        static_cast<int64_t>(now.expected), static_cast<int64_t>(now.seen),
+                        ordinal});
     }
     if (now.kernel_timeouts != device.told.kernel_timeouts) {
-      faults.push_back({FaultKind::kKernelTimeout, Operation::kDispatch, /*group=*/0, ordinal,
-                        /*peer=*/-1, 0, now.kernel_timeouts - device.told.kernel_timeouts});
+      faults.push_back({FaultKind::kKernelTimeout, Operation::kKernel, /*group=*/0, /*rank=*/-1,
+                        /*peer=*/-1, 0, now.kernel_timeouts - device.told.kernel_timeouts,
+                        ordinal});
     }
     if (now.out_of_range != device.told.out_of_range) {
       faults.push_back({FaultKind::kExpertOutOfRange, Operation::kPlan, /*group=*/0, /*rank=*/-1,
-                        /*peer=*/-1, now.experts, now.out_of_range - device.told.out_of_range});
+                        /*peer=*/-1, now.experts, now.out_of_range - device.told.out_of_range,
+                        ordinal});
     }
     device.told = now;
   }

@@ -35,6 +35,8 @@ const char* name(Operation operation) {
       return "reverse dispatch";
     case Operation::kMeeting:
       return "meeting";
+    case Operation::kKernel:
+      return "kernel";
   }
   return "unknown operation";
 }

@@ -25,6 +25,7 @@ inline nanobind::dict fault_dict(const Fault& fault) {
   record["peer"] = fault.peer;
   record["expected"] = fault.expected;
   record["seen"] = fault.seen;
+  record["device"] = fault.device;
   return record;
 }
 
