@@ -10,6 +10,18 @@ def plan_fits(
 def plan_workspace_bytes(
     *, ranks: int, tokens: int, top_k: int, experts: int, tile_rows: int, chunk_rows: int
 ) -> int: ...
+def backward_workspace_bytes(
+    *,
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    tile_rows: int,
+    chunk_rows: int,
+    ring_rows: int,
+    hidden: int,
+    inner: int,
+) -> int: ...
 def arena_bytes(
     *,
     ranks: int,

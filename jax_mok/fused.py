@@ -11,6 +11,7 @@ import numpy as np
 from jax_mok import experts, ffi, gpu, plan
 from jax_mok.call import Call
 from jax_mok.experts import Weights
+from jax_mok.layer import Gradients
 from jax_mok.plan import Plan
 from jax_mok.sharding import vary
 from jax_mok.transforms import refuse_when_lowered
@@ -51,11 +52,86 @@ def forward_and_keep(
     if reason is not None:
         refused = refuse_when_lowered(x, reason)
         nothing = vary(jnp.zeros(kept.shape, kept.dtype), call.axes)
-        return refused, plan.refused_plan(call, reason), nothing
+        return (
+            refused,
+            plan.refused_plan(call, reason),
+            refuse_when_lowered(nothing, reason),
+        )
     y, pre_activations, *tables = _call_kernel(
         call, x, expert_ids, router_weights, weights, keep=[kept, *plan.tables(call.layout)]
     )
     return y, Plan(*tables), pre_activations
+
+
+def backward(
+    call: Call,
+    routed_plan: Plan,
+    x: jax.Array,
+    router_weights: jax.Array,
+    weights: Weights,
+    pre_activations: jax.Array,
+    dy: jax.Array,
+    weight_dtype: jnp.dtype,
+) -> Gradients:
+    """As `layer.backward`, the gradients of the experts' weights in `weight_dtype`.
+
+    `pre_activations` are those of `forward_and_keep`. The program is refused when lowered if no
+    kernel fits it.
+    """
+    shapes = (x, router_weights, *weights)
+    reason = gpu.why_not(call.layout) or _why_not(x, weights) or _why_no_gradient(call)
+    if reason is not None:
+        zeros = [
+            refuse_when_lowered(vary(jnp.zeros(a.shape, dtype), call.axes), reason)
+            for a, dtype in zip(shapes, (x.dtype, jnp.float32, *[weight_dtype] * 3), strict=True)
+        ]
+        return Gradients(zeros[0], zeros[1], Weights(*zeros[2:]))
+    layout = call.layout
+    sizes: dict[str, np.generic] = {
+        **gpu.plan_sizes(layout),
+        "ring_rows": np.int64(gpu.ring_rows(layout)),
+        "hidden": np.int64(x.shape[1]),
+        "inner": np.int64(weights.gate.shape[2]),
+    }
+    assert ffi.cuda is not None
+    workspace_bytes = ffi.cuda.backward_workspace_bytes(**gpu.arguments(sizes))
+    results = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(router_weights.shape, jnp.float32),
+        *(jax.ShapeDtypeStruct(weight.shape, weight_dtype) for weight in weights),
+        jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8),
+    ]
+    attributes = {**sizes, **gpu.meeting(call), "clamp": _clamp(call)}
+    target = "jax_mok_backward_alone" if layout.ranks == 1 else "jax_mok_backward_peers"
+    operands = (
+        x,
+        dy,
+        router_weights,
+        *(weight.astype(x.dtype) for weight in weights),
+        pre_activations,
+        routed_plan.row_source,
+        routed_plan.expert_tile,
+        routed_plan.slot_rank,
+    )
+    dx, d_router_weights, *d_weights, _ = ffi.call(target, results, operands, attributes, call.axes)
+    return Gradients(dx, d_router_weights, Weights(*d_weights))
+
+
+def _why_no_gradient(call: Call) -> str | None:
+    config = call.config
+    if config.composition not in ("auto", "fused"):
+        return f"composition={config.composition!r} has no gradients on GPUs: use 'auto'"
+    if (config.reverse_combine, config.reverse_dispatch) != ("pull", "push"):
+        return (
+            f"reverse_combine={config.reverse_combine!r} with "
+            f"reverse_dispatch={config.reverse_dispatch!r} has no GPU kernel yet: use 'pull' and "
+            "'push'"
+        )
+    return None
+
+
+def _clamp(call: Call) -> np.generic:
+    return np.float32(math.inf if call.config.clamp is None else call.config.clamp)
 
 
 def _call_kernel(
@@ -84,8 +160,7 @@ def _call_kernel(
         jax.ShapeDtypeStruct((ffi.cuda.workspace_bytes(**gpu.arguments(sizes)),), jnp.uint8),
         *keep,
     ]
-    clamp = math.inf if call.config.clamp is None else call.config.clamp
-    attributes = {**sizes, **gpu.meeting(call), "clamp": np.float32(clamp)}
+    attributes = {**sizes, **gpu.meeting(call), "clamp": _clamp(call)}
     target = "jax_mok_forward_alone" if layout.ranks == 1 else "jax_mok_forward_peers"
     operands = (x, expert_ids, router_weights, *(weight.astype(x.dtype) for weight in weights))
     y, _, *rest = ffi.call(target, results, operands, attributes, call.axes)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -35,10 +36,6 @@ from jax_mok.validate import check_experts, check_operands
 _ROUTES_NAME = "jax_mok_routes"
 _PLAN_NAME = "jax_mok_plan"
 _PRE_ACTIVATIONS_NAME = "jax_mok_pre_activations"
-_NO_GPU_GRADIENT = (
-    "gradients of the MoE layer run on CPU devices only in this version: on GPUs call it outside "
-    "jax.grad, or set JAX_PLATFORMS=cpu"
-)
 _NO_CPU_KERNEL = "composition='fused' is the GPU kernel: on CPU devices use composition='auto'"
 
 remat_policy = jax.checkpoint_policies.save_only_these_names(
@@ -300,8 +297,38 @@ def _moe_forward(
 def _moe_backward(
     call: Call, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, Weights, None]:
-    dy = refuse_when_lowered(vary(guard(dy), call.axes), _NO_GPU_GRADIENT, except_on="cpu")
-    gradients = layer.backward(call, *residuals, dy=dy)
+    dy = vary(guard(dy), call.axes)
+    weights = residuals.weights
+    # What is summed over replicas is summed in float32.
+    summed_axes = {axis for axes in call.operand_axes[2:] for axis in varying_axes(dy) - axes}
+    is_summed = any(jax.lax.axis_size(axis) > 1 for axis in summed_axes)
+    weight_dtype = jnp.dtype(jnp.float32) if is_summed else jnp.result_type(*weights)
+
+    def on_cpu(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+        gradients = layer.backward(call, *residuals, dy=dy)
+        return gradients._replace(
+            weights=Weights(*(d.astype(weight_dtype) for d in gradients.weights))
+        )
+
+    def on_gpu(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+        return fused.backward(
+            call,
+            residuals.routed.plan,
+            residuals.x,
+            residuals.router_weights,
+            residuals.weights,
+            residuals.pre_activations,
+            dy,
+            weight_dtype,
+        )
+
+    def elsewhere(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+        reason = "the MoE layer runs on CPU devices and on NVIDIA GPUs only"
+        return on_cpu(refuse_when_lowered(dy, reason), residuals)
+
+    gradients = jax.lax.platform_dependent(
+        dy, residuals, cpu=on_cpu, cuda=on_gpu, default=elsewhere
+    )
     dx, d_router_weights, *d_weights = (
         sum_replicas(gradient, axes)
         for gradient, axes in zip(
@@ -310,7 +337,7 @@ def _moe_backward(
             strict=True,
         )
     )
-    in_their_dtypes = (d.astype(w.dtype) for d, w in zip(d_weights, residuals.weights, strict=True))
+    in_their_dtypes = (d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
     return dx, d_router_weights, Weights(*in_their_dtypes), None
 
 

@@ -51,9 +51,8 @@ def draw_inputs(
 
 
 @functools.cache
-def layer_step(ranks: int, config: jax_mok.MoEConfig) -> jax.stages.Wrapped:
+def layer_step(mesh: Mesh, config: jax_mok.MoEConfig) -> jax.stages.Wrapped:
     """The compiled step Inputs -> Outputs; shared, so that cases of one shape compile once."""
-    mesh = mesh_of(ranks)
 
     def step(inputs: Inputs) -> Outputs:
         def layer(
@@ -88,14 +87,19 @@ def layer_step(ranks: int, config: jax_mok.MoEConfig) -> jax.stages.Wrapped:
     return jax.jit(step)
 
 
-def shard(inputs: Inputs, ranks: int) -> Inputs:
+def shard(inputs: Inputs, mesh: Mesh) -> Inputs:
     """The same arrays on the mesh, every one split along its first axis."""
-    return jax.device_put(inputs, NamedSharding(mesh_of(ranks), PartitionSpec(AXIS)))
+    return jax.device_put(inputs, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 
 def run_layer(inputs: Inputs, ranks: int, config: jax_mok.MoEConfig = DEFAULTS) -> Outputs:
-    """Forward and backward on `ranks` devices, as NumPy arrays."""
-    outputs = layer_step(ranks, config)(shard(inputs, ranks))
+    """Forward and backward on `ranks` CPU devices, as NumPy arrays."""
+    return run_layer_on(mesh_of(ranks), inputs, config)
+
+
+def run_layer_on(mesh: Mesh, inputs: Inputs, config: jax_mok.MoEConfig) -> Outputs:
+    """Forward and backward on the mesh, as NumPy arrays."""
+    outputs = layer_step(mesh, config)(shard(inputs, mesh))
     return Outputs(*(np.asarray(a) for a in outputs))
 
 

@@ -155,7 +155,7 @@ def test_a_result_is_bit_equal_when_it_is_the_only_one_used(used: str) -> None:
             return layer(inputs.x)
         return jax.vjp(layer, getattr(inputs, primal))[1](inputs.dy)[0]
 
-    actual = np.asarray(only(shard(batch(), 4)))
+    actual = np.asarray(only(shard(batch(), mesh_of(4))))
     assert actual.tobytes() == getattr(default_result(1), used).tobytes()
 
 

@@ -151,7 +151,7 @@ def test_the_collective_composition_lets_xla_order_calls(monkeypatch):
 
 @with_gpu_kernels
 def test_collective_gradients_on_gpus_are_refused():
-    with pytest.raises(jax_mok.MoEError, match=r"gradients .* run on CPU devices only"):
+    with pytest.raises(jax_mok.MoEError, match="composition='collective' has no gradients on GPUs"):
         lower("cuda", "collective", derive=True)
 
 

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import draw_inputs, layer_step, shard
+from harness import draw_inputs, layer_step, mesh_of, shard
 from routings import uniform
 
 import jax_mok
@@ -32,8 +32,8 @@ def temporary_bytes(
     inputs = draw_inputs(
         rng, routes, hidden=hidden, inner=inner, experts=experts, dtype=jnp.dtype(dtype)
     )
-    step = layer_step(RANKS, jax_mok.MoEConfig(**options))
-    compiled = step.lower(shard(inputs, RANKS)).compile()
+    step = layer_step(mesh_of(RANKS), jax_mok.MoEConfig(**options))
+    compiled = step.lower(shard(inputs, mesh_of(RANKS))).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

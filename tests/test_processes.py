@@ -84,7 +84,7 @@ assert jax.device_count() == 4 and jax.local_device_count() == 2
 from jax.experimental import multihost_utils
 import jax_mok
 config = jax_mok.MoEConfig(ring_rows=int(sys.argv[5]) or None)
-outputs = harness.layer_step(4, config)(harness.shard(inputs, 4))
+outputs = harness.layer_step(harness.mesh_of(4), config)(harness.shard(inputs, harness.mesh_of(4)))
 outputs = multihost_utils.process_allgather(outputs, tiled=True)
 if process == 0:
     np.savez(sys.argv[2], **outputs._asdict())
@@ -115,7 +115,8 @@ hits = []
 jax.monitoring.register_event_listener(
     lambda name, **_: hits.append(name) if name == "/jax/compilation_cache/cache_hits" else None
 )
-outputs = harness.layer_step(4, harness.DEFAULTS)(harness.shard(inputs, 4))
+mesh = harness.mesh_of(4)
+outputs = harness.layer_step(mesh, harness.DEFAULTS)(harness.shard(inputs, mesh))
 np.savez(sys.argv[2], **{k: np.asarray(v) for k, v in outputs._asdict().items()})
 print("hits", len(hits))
 """
@@ -137,9 +138,9 @@ def test_a_new_process_runs_the_cached_program(start, inputs_file, tmp_path):
 EXPORT = """
 import pathlib
 import jax_mok
-step = harness.layer_step(4, harness.DEFAULTS)
+step = harness.layer_step(harness.mesh_of(4), harness.DEFAULTS)
 exported = jax.export.export(step, disabled_checks=jax_mok.export_safety_checks())(
-    harness.shard(inputs, 4)
+    harness.shard(inputs, harness.mesh_of(4))
 )
 jax.export.register_namedtuple_serialization(Inputs, serialized_name="Inputs")
 from oracle import Outputs
@@ -155,7 +156,7 @@ from oracle import Outputs
 jax.export.register_namedtuple_serialization(Inputs, serialized_name="Inputs")
 jax.export.register_namedtuple_serialization(Outputs, serialized_name="Outputs")
 exported = jax.export.deserialize(pathlib.Path(sys.argv[2]).read_bytes())
-outputs = jax.jit(exported.call)(harness.shard(inputs, 4))
+outputs = jax.jit(exported.call)(harness.shard(inputs, harness.mesh_of(4)))
 np.savez(sys.argv[3], **{k: np.asarray(v) for k, v in outputs._asdict().items()})
 """
 

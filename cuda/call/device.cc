@@ -8,6 +8,9 @@
 #include <mutex>
 
 #include "link/exchange.h"
+#include "sm90/backward.h"
+#include "sm90/backward_list.h"
+#include "sm90/choices.h"
 #include "sm90/finish.h"
 #include "sm90/forward.h"
 #include "sm90/move_rows.h"
@@ -48,8 +51,9 @@ std::string prepare_device(int32_t ordinal) {
   }
   if (error == cudaSuccess) error = prepare_plan();
   if (error == cudaSuccess) error = prepare_forward(&device.clusters);
-  for (const auto load :
-       {load_exchange, load_finish, load_move_rows, load_weighted_sum, load_work_list}) {
+  if (error == cudaSuccess) error = prepare_backward(&device.backward_clusters);
+  for (const auto load : {load_backward_list, load_choices, load_exchange, load_finish,
+                          load_move_rows, load_weighted_sum, load_work_list}) {
     if (error == cudaSuccess) error = load();
   }
   if (error == cudaSuccess) {

@@ -12,7 +12,8 @@
 namespace mok {
 
 struct Device {
-  int clusters = 0;              // of the forward kernel that fit the device at once
+  int clusters = 0;  // of the forward kernel that fit the device at once
+  int backward_clusters = 0;
   CallRecord* record = nullptr;  // host-mapped
   CallRecord told{};             // what the host has taken of it
 };

@@ -1,8 +1,6 @@
 #include "call/forward.h"
 
-#include <bit>
-#include <cmath>
-
+#include "call/clamp.h"
 #include "call/device.h"
 #include "call/launches.h"
 #include "call/peers.h"
@@ -16,16 +14,6 @@ namespace mok {
 namespace {
 
 using namespace mok::sm90;
-
-// The clamp and its neighbours among bf16 numbers, which are the f32 ones cut after 16 bits.
-Clamp clamp_at(float limit) {
-  if (std::isinf(limit)) {
-    return {limit, limit, limit};
-  }
-  const uint32_t bits = std::bit_cast<uint32_t>(limit);
-  const uint32_t below = (bits - 1) & 0xffff0000u;
-  return {limit, std::bit_cast<float>(below), std::bit_cast<float>(below + 0x10000u)};
-}
 
 bool encode_maps(const ForwardCall& call, const void* ring, ForwardParams* params) {
   const ForwardShape& shape = call.shape;
@@ -152,16 +140,15 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
                                        .top_k = shape.plan.top_k,
                                        .width = params.hidden},
                                       stream));
-  launch("finish", finish({.link_failed = space.link_failed,
-                           .kernel_failed = space.kernel_failed,
-                           .counts = tables.counts,
-                           .experts = shape.plan.experts,
-                           .out = call.y,
-                           .elements = shape.plan.tokens * shape.hidden,
-                           .kept = call.saved,
-                           .kept_elements = int64_t{call.saved_tiles} * 2 * kTileRows * shape.inner,
-                           .record = device.record},
-                          stream));
+  launch("finish",
+         finish({.link_failed = space.link_failed,
+                 .kernel_failed = space.kernel_failed,
+                 .counts = tables.counts,
+                 .experts = shape.plan.experts,
+                 .results = {{call.y, shape.plan.tokens * shape.hidden},
+                             {call.saved, int64_t{call.saved_tiles} * 2 * kTileRows * shape.inner}},
+                 .record = device.record},
+                stream));
   return launch.result();
 }
 

@@ -44,10 +44,7 @@ void fill_tables(Launches& launch, const PlanShape& shape, int32_t rank,
                                  .kernel_failed = space.kernel_failed,
                                  .counts = tables.counts,
                                  .experts = shape.experts,
-                                 .out = nullptr,
-                                 .elements = 0,
-                                 .kept = nullptr,
-                                 .kept_elements = 0,
+                                 .results = {},
                                  .record = record},
                                 stream));
 }

@@ -62,7 +62,7 @@ __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layou
 }
 
 __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
-                               const int32_t* ids, const void* x) {
+                               const int32_t* ids, const void* x, const void* dy) {
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
   for (int64_t i = thread; i < layout.choices; i += threads) {
@@ -75,6 +75,9 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
     push_tokens(bases, rank, layout, plan, ids, x, thread / kWarp, threads / kWarp);
   } else {
     copy(bases[rank] + layout.dispatch(), x, 2 * layout.tokens * layout.width, thread, threads);
+  }
+  if (layout.is_backward) {
+    copy(bases[rank] + layout.dy(), dy, 2 * layout.tokens * layout.width, thread, threads);
   }
 }
 
@@ -194,7 +197,15 @@ __global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                     const int32_t* ids, const void* x, cudaStream_t stream) {
   publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan, ids,
-                                                       x);
+                                                       x, nullptr);
+  return cudaGetLastError();
+}
+
+cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
+                              const float* weights, const void* x, const void* dy,
+                              cudaStream_t stream) {
+  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(
+      arena.bases, arena.rank, layout, plan, reinterpret_cast<const int32_t*>(weights), x, dy);
   return cudaGetLastError();
 }
 

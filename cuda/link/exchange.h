@@ -19,6 +19,12 @@ namespace mok {
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                     const int32_t* ids, const void* x, cudaStream_t stream);
 
+// Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
+// the output's gradient; for a layout of a backward call.
+cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
+                              const float* weights, const void* x, const void* dy,
+                              cudaStream_t stream);
+
 // Each call has both, whether the entry is passed or not.
 enum class Meeting { kEntry, kExit };
 

@@ -14,13 +14,15 @@ namespace mok::sm90 {
 
 constexpr int kPanelAccumulators = kTileRows * kPanelColumns / kWarpgroup;
 
-__device__ inline float silu(float gate) {
+__device__ inline float sigmoid_of(float gate) {
   float power, quotient;
   constexpr float kMinusLog2E = -1.4426950408889634f;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, kMinusLog2E)));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(__fadd_rn(1.0f, power)));
-  return __fmul_rn(gate, quotient);
+  return quotient;
 }
+
+__device__ inline float silu(float gate) { return __fmul_rn(gate, sigmoid_of(gate)); }
 
 // Rounding to bf16 may not cross the clamp: whether the gradient is cut off is decided alike before
 // and after it. So values move to the bf16 neighbour of the clamp on their side, if beyond it.

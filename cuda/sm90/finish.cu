@@ -23,14 +23,12 @@ __global__ void finish_kernel(FinishParams params) {
   if (!kernel_failed && *params.link_failed == 0) {
     return;
   }
-  const auto spoil = [](uint16_t* values, int64_t count) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+  for (const FinishParams::Result& result : params.results) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < result.count;
          i += gridDim.x * int64_t{blockDim.x}) {
-      values[i] = kNan;
+      result.values[i] = kNan;
     }
-  };
-  spoil(params.out, params.elements);
-  spoil(params.kept, params.kept_elements);
+  }
 }
 
 }  // namespace

@@ -13,15 +13,16 @@ struct FinishParams {
   const int32_t* kernel_failed;
   const int32_t* counts;  // of the plan
   int32_t experts;
-  uint16_t* out;  // [elements] bf16
-  int64_t elements;
-  uint16_t* kept;  // [kept_elements] bf16, pre-activations; may be null
-  int64_t kept_elements;
+  struct Result {
+    uint16_t* values;  // bf16, or the halves of f32
+    int64_t count;
+  };
+  Result results[5];  // of the call; {} behind the last
   CallRecord* record;
 };
 
-// The last kernel of a call: a call in which a wait has expired has no results, so its output
-// becomes NaN, and what it kept for a gradient; what happened is added to the record.
+// The last kernel of a call: a call in which a wait has expired has no results, so all of them
+// become NaN; what happened is added to the record.
 cudaError_t finish(const FinishParams& params, cudaStream_t stream);
 
 // Loads the kernels onto the current device.

@@ -27,16 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int block_in_cluster = kCluster == 1 ? 0 : cute::block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      shared.full[stage].init(kFillArrivals);
-      shared.empty[stage].init(kConsumerWarps * kCluster);
-    }
-    for (int i = 0; i < kAssignments; ++i) {
-      shared.claimed[i].init(1);
-      shared.assigned[i].init(1);
-      shared.taken[i].init((kLoadWarps + kConsumerWarps) * kCluster);
-    }
-    cutlass::arch::fence_barrier_init();
+    init_barriers<kCluster>(shared);
   }
   if constexpr (kCluster == 1) {
     __syncthreads();

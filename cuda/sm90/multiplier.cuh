@@ -79,11 +79,11 @@ class Multiplier {
     const int steps = depth / kBlockDepth;
     const auto announce = [&] { announce_hidden(); };
     if (work.tiles == kBlockTiles) {
-      multiply<kBlockColumns, kCluster>(shared_, cursor_, watch_, steps, half_, 0, accumulators,
-                                        announce);
+      multiply<kBlockColumns, kCluster, Major::K, Major::MN, false>(
+          shared_, cursor_, watch_, steps, half_, 0, accumulators, announce);
     } else {
-      multiply<kBlockColumns / 2, kCluster>(shared_, cursor_, watch_, steps, 0, half_, accumulators,
-                                            announce);
+      multiply<kBlockColumns / 2, kCluster, Major::K, Major::MN, false>(
+          shared_, cursor_, watch_, steps, 0, half_, accumulators, announce);
     }
   }
 

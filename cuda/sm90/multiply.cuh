@@ -14,31 +14,47 @@ constexpr int kAccumulators = kTileRows * kBlockColumns / kWarpgroup;  // f32 a 
 // promises their order only behind this fence. Measured cost: 0.6 to 1.6 % of a burst.
 __device__ inline void fence_proxies_of_gather() { asm volatile("fence.proxy.async.shared::cta;"); }
 
-// A is K-major; B lies as in memory, [depth, columns], hence MN-major.
-template <int kColumns>
+using Major = cute::GMMA::Major;
+
+template <int kColumns, Major kMajorA, Major kMajorB>
 struct Products;
-template <>
-struct Products<kBlockColumns> {
-  using Atom = cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>;
+template <Major kMajorA, Major kMajorB>
+struct Products<kBlockColumns, kMajorA, kMajorB> {
+  using Atom = cute::SM90_64x256x16_F32BF16BF16_SS<kMajorA, kMajorB>;
 };
-template <>
-struct Products<kBlockColumns / 2> {
-  using Atom = cute::SM90_64x128x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::MN>;
+template <Major kMajorA, Major kMajorB>
+struct Products<kBlockColumns / 2, kMajorA, kMajorB> {
+  using Atom = cute::SM90_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB>;
+};
+
+// How a stage holds kRows (or columns) of an operand: 128 bytes of the contraction each, or panels
+// of 64 of them for each step of it.
+template <int kRows, Major kMajor>
+struct StageLayout {
+  using Type =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kRows>, cute::Int<kBlockDepth>>{}));
+};
+template <int kRows>
+struct StageLayout<kRows, Major::MN> {
+  using Type = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                            cute::Shape<cute::Int<kRows>, cute::Int<kBlockDepth>>{},
+                                            cute::Step<cute::_2, cute::_1>{}));
 };
 
 // Writes the products of `steps` stages, the first of which is full, to the first kColumns / 2
-// accumulators. `row_half` and `column_half` say which part of a stage this warpgroup takes.
-// `meanwhile` runs when there are products enough under way to cover a trip to memory.
-template <int kColumns, int kCluster, typename Meanwhile>
-__device__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watch, int steps,
-                         int row_half, int column_half, float (&accumulators)[kAccumulators],
-                         const Meanwhile& meanwhile) {
+// accumulators, or adds them to what these hold if `kAdds`. `row_half` and `column_half` say which
+// part of a stage this warpgroup takes. `meanwhile` runs when there are products enough under way
+// to cover a trip to memory.
+template <int kColumns, int kCluster, Major kMajorA, Major kMajorB, bool kAdds, typename Meanwhile>
+__device__ __forceinline__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watch,
+                                         int steps, int row_half, int column_half,
+                                         float (&accumulators)[kAccumulators],
+                                         const Meanwhile& meanwhile) {
   using namespace cute;
-  using LayoutA = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                         Shape<Int<kTileRows>, Int<kBlockDepth>>{}));
-  using LayoutB = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                                         Shape<Int<kColumns>, Int<kBlockDepth>>{}, Step<_2, _1>{}));
-  auto mma = make_tiled_mma(typename Products<kColumns>::Atom{});
+  using LayoutA = typename StageLayout<kTileRows, kMajorA>::Type;
+  using LayoutB = typename StageLayout<kColumns, kMajorB>::Type;
+  auto mma = make_tiled_mma(typename Products<kColumns, kMajorA, kMajorB>::Atom{});
   const auto slice = mma.get_slice(0);
   const auto layout_c = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kColumns>>{}).layout();
   auto c = make_tensor(&accumulators[0], layout_c);
@@ -61,8 +77,16 @@ __device__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watc
   };
   const auto release = [&](int stage) { arrive_in_cluster<kCluster>(shared.empty[stage]); };
 
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  mma.accumulate_ = kAdds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+  if constexpr (kAdds) {
+    warpgroup_fence_operand(c);
+  }
   issue();
+  if constexpr (kAdds) {
+    // Accumulators that have been written in the ordinary way may not be those of a pipelined loop:
+    // ptxas would serialise it (C7515).
+    warpgroup_wait<0>();
+  }
   int previous = cursor.index;
   cursor.advance();
   for (int step = 1; step < steps; ++step) {

@@ -31,6 +31,8 @@ constexpr int kAssignments = 2;
 
 struct Assignment {
   WorkItem item;
+  int32_t begin_tile;  // of the rows contracted over, where a product does that
+  int32_t end_tile;
   Element* rows[kBlockRows];  // where they begin: tokens or home slots; null for padding
 };
 
@@ -47,6 +49,21 @@ struct alignas(1024) SharedStorage {
   alignas(8) Barrier empty[kStages];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+// By one thread of the block.
+template <int kCluster>
+__device__ void init_barriers(SharedStorage& shared) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    shared.full[stage].init(kFillArrivals);
+    shared.empty[stage].init(kConsumerWarps * kCluster);
+  }
+  for (int i = 0; i < kAssignments; ++i) {
+    shared.claimed[i].init(1);
+    shared.assigned[i].init(1);
+    shared.taken[i].init((kLoadWarps + kConsumerWarps) * kCluster);
+  }
+  cutlass::arch::fence_barrier_init();
+}
 
 // A warp's arrival at the same barrier of every block of the cluster. All lanes call it.
 template <int kCluster>

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) weighted_sum_kernel(const WeightedSu
       present[k] = begin + k < params.top_k && params.slot_rank[choice] != kMaskedChoice;
       if (present[k]) {
         row[k] = __ldcs(row_of<kPulls>(params, choice, vectors) + vector);
-        weight[k] = params.weights[choice];
+        weight[k] = params.weights == nullptr ? 1.0f : params.weights[choice];
       }
     }
 #pragma unroll

@@ -18,7 +18,7 @@ struct WeightedSumParams {
   const int32_t* slot_row;  // [tokens, top_k]
 
   const int32_t* slot_rank;  // [tokens, top_k]; masked choices are skipped
-  const float* weights;      // [tokens, top_k]
+  const float* weights;      // [tokens, top_k]; null: all are 1
   uint16_t* out;             // [tokens, width]
   int64_t tokens;
   int32_t top_k;

@@ -1,5 +1,6 @@
 #include "device/load_kernels.h"
 #include "device/warp.cuh"
+#include "sm90/find_starts.cuh"
 #include "sm90/unit_table.h"
 #include "sm90/work_list.h"
 
@@ -16,36 +17,12 @@ struct ListCall {
   WorkList list;
 };
 
-__device__ int32_t of_last_lane(int32_t value) { return __shfl_sync(kAllLanes, value, kWarp - 1); }
-
-// For each expert and, behind the last, for all; computed by one warp.
-__device__ void find_starts(const ListCall& call, Start* starts) {
-  const int lane = threadIdx.x;
-  Units total{};
-  for (int32_t begin = 0; begin < call.experts; begin += kWarp) {
-    const int32_t expert = begin + lane;
-    const bool present = expert < call.experts;
-    const int32_t tile = present ? call.expert_tile[expert] : 0;
-    const Units own = present ? units_of(call.shape, call.expert_tile[expert + 1] - tile) : Units{};
-    const Units upto{inclusive_scan(own.full), inclusive_scan(own.pair),
-                     inclusive_scan(own.single)};
-    if (present) {
-      starts[expert] = {total + upto - own, tile};
-    }
-    total =
-        total + Units{of_last_lane(upto.full), of_last_lane(upto.pair), of_last_lane(upto.single)};
-  }
-  if (lane == 0) {
-    starts[call.experts] = {total, call.expert_tile[call.experts]};
-  }
-}
-
 __global__ void __launch_bounds__(kThreads) list_work_kernel(const ListCall call) {
   extern __shared__ Start starts[];  // [experts + 1]
   const WorkShape& shape = call.shape;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (threadIdx.x < kWarp) {
-    find_starts(call, starts);
+    find_starts(shape, call.experts, call.expert_tile, starts);
   }
   __syncthreads();
 

@@ -2,6 +2,7 @@
 
 #include "call/device.h"
 #include "call/weighted_sum.h"
+#include "xla/backward_call.h"
 #include "xla/errors.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla/forward_call.h"
@@ -43,6 +44,19 @@ ffi::Error plan_alone(cudaStream_t stream, int32_t ordinal, Int32Buffer ids,
                       PlanAttributes attributes) {
   return execute_plan(stream, ordinal, /*communicator=*/nullptr, ids, workspace, tables,
                       attributes);
+}
+
+ffi::Error backward_alone(cudaStream_t stream, int32_t ordinal, Bf16Buffer x, Bf16Buffer dy,
+                          ffi::Buffer<ffi::F32> weights, Bf16Buffer gate, Bf16Buffer up,
+                          Bf16Buffer down, Bf16Buffer saved, Int32Buffer row_source,
+                          Int32Buffer expert_tile, Int32Buffer slot_rank,
+                          ffi::Result<Bf16Buffer> dx, ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
+                          ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
+                          ffi::Result<ffi::AnyBuffer> d_down, WorkspaceBuffer workspace,
+                          BackwardAttributes attributes) {
+  return execute_backward(stream, ordinal, /*communicator=*/nullptr, x, dy, weights, gate, up, down,
+                          saved, row_source, expert_tile, slot_rank, dx, d_weights, d_gate, d_up,
+                          d_down, workspace, attributes);
 }
 
 // ids is every rank's, [ranks, tokens, top_k]; place is [group, rank], since one program is that of
@@ -96,6 +110,8 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 XLA_FFI_DEFINE_HANDLER(forward_alone_handler, forward_alone, bind_forward(bind_launches()),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(backward_alone_handler, backward_alone, bind_backward(bind_launches()),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(plan_alone_handler, plan_alone, bind_plan(bind_launches()),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(plan_of_gathered_routes_handler, plan_of_gathered_routes,
@@ -125,6 +141,9 @@ XLA_FFI_Error* MokDeviceInitialize(XLA_FFI_CallFrame* frame) {
 }
 XLA_FFI_Error* MokForwardAlone(XLA_FFI_CallFrame* frame) {
   return mok::forward_alone_handler(frame);
+}
+XLA_FFI_Error* MokBackwardAlone(XLA_FFI_CallFrame* frame) {
+  return mok::backward_alone_handler(frame);
 }
 XLA_FFI_Error* MokPlanAlone(XLA_FFI_CallFrame* frame) { return mok::plan_alone_handler(frame); }
 XLA_FFI_Error* MokPlanOfGatheredRoutesOnGpu(XLA_FFI_CallFrame* frame) {

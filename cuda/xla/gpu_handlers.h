@@ -10,6 +10,7 @@ extern "C" {
 XLA_FFI_Error* MokDeviceInitialize(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_Error* MokForwardAlone(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokBackwardAlone(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanAlone(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanOfGatheredRoutesOnGpu(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokWeightedSumOnGpu(XLA_FFI_CallFrame* frame);

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "call/backward.h"
 #include "call/device.h"
 #include "call/plan.h"
 #include "call/workspace.h"
@@ -23,6 +24,7 @@ nb::dict registrations() {
   };
   nb::dict targets;
   targets["jax_mok_forward_alone"] = stages(MokForwardAlone);
+  targets["jax_mok_backward_alone"] = stages(MokBackwardAlone);
   targets["jax_mok_plan_alone"] = stages(MokPlanAlone);
   targets["jax_mok_plan_of_gathered_routes"] = stages(MokPlanOfGatheredRoutesOnGpu);
   targets["jax_mok_weighted_sum"] = stages(MokWeightedSumOnGpu);
@@ -55,6 +57,13 @@ int64_t workspace_bytes(const sm90::ForwardShape& shape) {
   return sm90::lay_out(shape, nullptr).bytes;
 }
 
+int64_t backward_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
+                                 int32_t tile_rows, int64_t chunk_rows, int64_t ring_rows,
+                                 int64_t hidden, int64_t inner) {
+  return mok::backward_workspace_bytes(
+      {{ranks, tokens, top_k, experts, tile_rows, chunk_rows}, ring_rows, hidden, inner});
+}
+
 int64_t plan_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
                              int32_t tile_rows, int64_t chunk_rows) {
   return mok::plan_workspace_bytes({ranks, tokens, top_k, experts, tile_rows, chunk_rows});
@@ -82,6 +91,9 @@ NB_MODULE(_cuda, module) {
              nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
   module.def("plan_workspace_bytes", &plan_workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),
              nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
+  module.def("backward_workspace_bytes", &backward_workspace_bytes, nb::arg("ranks"),
+             nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"),
+             nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"), nb::arg("inner"));
   def_of_shape(module, "arena_bytes", arena_bytes);
   def_of_shape(module, "workspace_bytes", workspace_bytes);
 }

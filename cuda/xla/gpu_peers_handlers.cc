@@ -1,5 +1,6 @@
 #include "xla/gpu_peers_handlers.h"
 
+#include "xla/backward_call.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla/forward_call.h"
 #include "xla/peers.h"
@@ -35,6 +36,23 @@ ffi::Error plan_peers(cudaStream_t stream, int32_t ordinal, Communicators commun
   return execute_plan(stream, ordinal, *communicator, ids, workspace, tables, attributes);
 }
 
+ffi::Error backward_peers(cudaStream_t stream, int32_t ordinal, Communicators communicators,
+                          Bf16Buffer x, Bf16Buffer dy, ffi::Buffer<ffi::F32> weights,
+                          Bf16Buffer gate, Bf16Buffer up, Bf16Buffer down, Bf16Buffer saved,
+                          Int32Buffer row_source, Int32Buffer expert_tile, Int32Buffer slot_rank,
+                          ffi::Result<Bf16Buffer> dx, ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
+                          ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
+                          ffi::Result<ffi::AnyBuffer> d_down, WorkspaceBuffer workspace,
+                          BackwardAttributes attributes) {
+  const auto communicator = communicator_of(communicators, attributes.rank_groups());
+  if (communicator.has_error()) {
+    return communicator.error();
+  }
+  return execute_backward(stream, ordinal, *communicator, x, dy, weights, gate, up, down, saved,
+                          row_source, expert_tile, slot_rank, dx, d_weights, d_gate, d_up, d_down,
+                          workspace, attributes);
+}
+
 template <typename Attributes>
 auto bind_prepare() {
   return ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
@@ -65,6 +83,13 @@ XLA_FFI_DEFINE_HANDLER(initialize_forward_handler, initialize<ForwardAttributes>
 XLA_FFI_DEFINE_HANDLER(forward_handler, forward_peers, bind_forward(bind_launches()),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(prepare_backward_handler, prepare<BackwardAttributes>,
+                       bind_prepare<BackwardAttributes>());
+XLA_FFI_DEFINE_HANDLER(initialize_backward_handler, initialize<BackwardAttributes>,
+                       bind_initialize<BackwardAttributes>());
+XLA_FFI_DEFINE_HANDLER(backward_handler, backward_peers, bind_backward(bind_launches()),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(prepare_plan_handler, prepare<PlanAttributes>,
                        bind_prepare<PlanAttributes>());
 XLA_FFI_DEFINE_HANDLER(initialize_plan_handler, initialize<PlanAttributes>,
@@ -85,6 +110,15 @@ XLA_FFI_Error* MokForwardPeersInitialize(XLA_FFI_CallFrame* frame) {
 }
 XLA_FFI_Error* MokForwardPeersExecute(XLA_FFI_CallFrame* frame) {
   return mok::forward_handler(frame);
+}
+XLA_FFI_Error* MokBackwardPeersPrepare(XLA_FFI_CallFrame* frame) {
+  return mok::prepare_backward_handler(frame);
+}
+XLA_FFI_Error* MokBackwardPeersInitialize(XLA_FFI_CallFrame* frame) {
+  return mok::initialize_backward_handler(frame);
+}
+XLA_FFI_Error* MokBackwardPeersExecute(XLA_FFI_CallFrame* frame) {
+  return mok::backward_handler(frame);
 }
 XLA_FFI_Error* MokPlanPeersPrepare(XLA_FFI_CallFrame* frame) {
   return mok::prepare_plan_handler(frame);

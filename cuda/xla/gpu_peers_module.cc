@@ -22,6 +22,8 @@ nb::dict registrations() {
   nb::dict targets;
   targets["jax_mok_forward_peers"] =
       stages(MokForwardPeersPrepare, MokForwardPeersInitialize, MokForwardPeersExecute);
+  targets["jax_mok_backward_peers"] =
+      stages(MokBackwardPeersPrepare, MokBackwardPeersInitialize, MokBackwardPeersExecute);
   targets["jax_mok_plan_peers"] =
       stages(MokPlanPeersPrepare, MokPlanPeersInitialize, MokPlanPeersExecute);
   return targets;

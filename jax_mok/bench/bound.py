@@ -6,6 +6,9 @@ With T tokens a GPU, K choices a token, widths H and I, n GPUs, bf16:
     link    = 2·H·(U + T·K·(n−1)/n) / (the link's bytes/s each way, both ways busy)
     bound   = max(compute, link)
 
+With the backward pass three times the arithmetic; over the link x and dy go once more each, and the
+rows of dx back: 2·H·(3·U + 2·T·K·(n−1)/n).
+
 A GPU takes in U unique tokens of its peers (each once, however many of its experts they chose) and
 the output rows of its own tokens' choices that went to peers; as much goes out.
 """
@@ -19,13 +22,14 @@ from jax_mok.bench.shapes import Shape
 _BYTES = 2  # of a bf16
 
 
-def link_bytes(shape: Shape, routes: np.ndarray, gpus: int) -> float:
+def link_bytes(shape: Shape, routes: np.ndarray, gpus: int, *, backward: bool = False) -> float:
     """Bytes each way over a GPU's link.
 
     Args:
       shape: the layer.
       routes: int32 [..., n·T, K], experts of all tokens, those of one GPU after the other.
       gpus: n.
+      backward: whether the backward pass counts too.
 
     Returns:
       The formula above, U being the mean over GPUs and leading dimensions.
@@ -35,7 +39,8 @@ def link_bytes(shape: Shape, routes: np.ndarray, gpus: int) -> float:
     remote = goes_to & ~np.eye(gpus, dtype=bool)[:, None, :]
     unique_tokens = np.count_nonzero(remote) / (len(owners) * gpus)
     rows = shape.tokens * shape.top_k * (gpus - 1) / gpus
-    return _BYTES * shape.hidden * (unique_tokens + rows)
+    token_moves, row_moves = (3, 2) if backward else (1, 1)
+    return _BYTES * shape.hidden * (token_moves * unique_tokens + row_moves * rows)
 
 
 def weight_bytes(shape: Shape) -> int:

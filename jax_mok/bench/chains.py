@@ -93,7 +93,10 @@ def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands
 def run_in_order(
     operands: Operands, mesh: Mesh, config: MoEConfig, order: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Calls of "layer", "product" (of the two matrices, on every device) and "plan" in that order.
+    """Calls of "layer", "gradients", "product" and "plan" in that order.
+
+    Gradients are the layer's forward and backward pass, for all five of its operands and with its
+    output as the output's gradient; a product is that of the two matrices, on every device.
 
     Returns:
       The last result of each kind.
@@ -116,6 +119,9 @@ def _run_on_a_device(
             ids = all_ids[next(turns)] + zero
             y = moe_ffn(x, ids, router_weights, gate, up, down, axis_name=AXIS, config=config)
             results[kind], zero = y, (0 * y[0, 0]).astype(jnp.int32)
+        elif kind == "gradients":
+            dx = _gradients(operands, all_ids[next(turns)] + zero, config)[0]
+            results[kind], zero = dx, (0 * dx[0, 0]).astype(jnp.int32)
         elif kind == "product":
             if previous not in ("", kind):
                 # In place, and one element only: a product depends on the one before it anyway.
@@ -130,6 +136,15 @@ def _run_on_a_device(
             results[kind], zero = plan.counts, jnp.minimum(plan.out_of_range, 0)
         previous = kind
     return list(results.values())
+
+
+def _gradients(operands: Operands, ids: jax.Array, config: MoEConfig) -> tuple[jax.Array, ...]:
+    def layer(x: jax.Array, router_weights: jax.Array, *experts: jax.Array) -> jax.Array:
+        return moe_ffn(x, ids, router_weights, *experts, axis_name=AXIS, config=config)
+
+    x, _, router_weights, *experts, _, _ = operands
+    y, pullback = jax.vjp(layer, x, router_weights, *experts)
+    return tuple(pullback(y))
 
 
 def link_chain(mesh: Mesh, local_bytes: int) -> Chain:

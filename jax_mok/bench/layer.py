@@ -49,6 +49,7 @@ _COMPOSITION = flags.DEFINE_enum(
     ["auto", "composed"],
     "composed: the moves and the products in launches of their own, instead of the fused kernel",
 )
+_BACKWARD = flags.DEFINE_bool("backward", False, "forward and backward, for all gradients")
 _JSON = flags.DEFINE_string("json", None, "also write the figures to this file")
 
 
@@ -121,6 +122,7 @@ def main(argv: Sequence[str]) -> None:
         "jax": jax.__version__,
         "routes": _ROUTES.value,
         "composition": _COMPOSITION.value,
+        "backward": _BACKWARD.value,
         "rounds": _ROUNDS.value,
         "product": scale.product,
         "not_measured": _not_measured(mesh),
@@ -175,40 +177,47 @@ def measure(
     def repeat(kind: str, guess_s: float) -> Chain:
         return Chain(lambda calls: run((kind,) * calls), guess_s)
 
-    layer_s = scale.call_s + shape.flops() / scale.flops_per_s
+    kind = "gradients" if _BACKWARD.value else "layer"
+    layer_s = scale.call_s + _flops(shape) / scale.flops_per_s
     product_s = scale.product_flops / scale.flops_per_s
     burst = stopwatch.burst(
         {
-            "layer": repeat("layer", layer_s),
+            kind: repeat(kind, layer_s),
             "product": repeat("product", product_s),
             "plan": repeat("plan", scale.call_s / 3),
         }
     )
-    sustained = stopwatch.sustained(run, "layer", "product", layer_s + product_s)
+    sustained = stopwatch.sustained(run, kind, "product", layer_s + product_s)
     link_s = 0.0
     if rates.link:
-        link_bytes = bound.link_bytes(shape, np.asarray(operands.ids), mesh.size)
+        ids = np.asarray(operands.ids)
+        link_bytes = bound.link_bytes(shape, ids, mesh.size, backward=_BACKWARD.value)
         link_s = link_bytes / rates.link.median
     figures = {
-        mode: _figures(shape, scale, times, burst["plan"], link_s)
+        mode: _figures(shape, scale, times[kind], times["product"], burst["plan"], link_s)
         for mode, times in (("burst", burst), ("sustained", sustained))
     }
     if rates.memory:
         reading_s = bound.weight_bytes(shape) / rates.memory.median
-        figures["burst"]["over_reading_weights"] = burst["layer"].median / reading_s
+        figures["burst"]["over_reading_weights"] = burst[kind].median / reading_s
     return figures
 
 
+def _flops(shape: Shape) -> int:
+    """Of one GPU; a backward pass has twice the products of a forward pass."""
+    return (3 if _BACKWARD.value else 1) * shape.flops()
+
+
 def _figures(
-    shape: Shape, scale: Scale, times: dict[str, Times], plan: Times, link_s: float
+    shape: Shape, scale: Scale, layer: Times, product: Times, plan: Times, link_s: float
 ) -> dict[str, Any]:
-    layer_s, product_s = times["layer"].median, times["product"].median
-    compute_s = shape.flops() * product_s / scale.product_flops
+    layer_s, product_s = layer.median, product.median
+    compute_s = _flops(shape) * product_s / scale.product_flops
     bound_s = None if _PLATFORM.value == "cpu" else max(compute_s, link_s)
     return {
-        "layer_s": times["layer"]._asdict(),
-        "product_s": times["product"]._asdict(),
-        "tflops": shape.flops() / layer_s / 1e12,
+        "layer_s": layer._asdict(),
+        "product_s": product._asdict(),
+        "tflops": _flops(shape) / layer_s / 1e12,
         "product_tflops": scale.product_flops / product_s / 1e12,
         "share": compute_s / layer_s,
         "compute_s": compute_s,

@@ -20,8 +20,9 @@ def report(measured: dict[str, Any]) -> None:
         console = Console(width=_WIDTH_WITHOUT_TERMINAL)
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
-        f"routes, composition {measured['composition']}; median of {measured['rounds']} rounds "
-        "± half the interquartile range"
+        f"routes, composition {measured['composition']}, "
+        f"{'forward and backward' if measured['backward'] else 'forward'}; "
+        f"median of {measured['rounds']} rounds ± half the interquartile range"
     )
     table = Table(caption=_CAPTION, caption_justify="left")
     for column in ("shape", "mode", "ms", "TFLOP/s", measured["product"], "share"):

@@ -1,0 +1,260 @@
+#include "call/backward.h"
+
+#include "call/clamp.h"
+#include "call/device.h"
+#include "call/launches.h"
+#include "call/parts.h"
+#include "call/peers.h"
+#include "link/exchange.h"
+#include "sm90/backward.h"
+#include "sm90/backward_list.h"
+#include "sm90/choices.h"
+#include "sm90/finish.h"
+#include "sm90/tensor_map.h"
+#include "sm90/weighted_sum.h"
+
+namespace mok {
+namespace {
+
+using namespace mok::sm90;
+
+BackwardShape shape_of(const BackwardSizes& sizes) {
+  constexpr int kGroupUnits = 8;
+  return backward_shape(kForwardCluster, static_cast<int32_t>(sizes.ring_rows / kTileRows),
+                        static_cast<int32_t>(sizes.hidden), static_cast<int32_t>(sizes.inner),
+                        kGroupUnits);
+}
+
+struct Workspace {
+  BackwardList list;
+  uint16_t* gradient_ring;  // [ring_rows, 2, inner]
+  uint16_t* hidden_ring;    // [ring_rows, inner]
+  float* dot_parts;         // [ring_rows, blocks of 128 of inner]
+  float4* dw_parts;         // only if there may be several waves
+  uint16_t* received_x;     // [ranks, tokens, hidden]; only with peers
+  uint16_t* received_dy;    // likewise
+  float* weights;           // [ranks, tokens, top_k]; only with peers
+  uint16_t* own_slots;      // [tokens, top_k, hidden]; only without peers
+  float* own_d_weights;     // [tokens, top_k]; only without peers
+
+  // Set to zero before a call: zero_bytes from `zero` on.
+  char* zero;
+  int64_t zero_bytes;
+  int32_t* link_failed;
+  int32_t* kernel_failed;
+  int32_t* counts;  // of no plan: the forward call has reported its counts
+  uint32_t* next_item;
+  uint32_t* replayed;      // [tiles]
+  uint32_t* hidden_ready;  // [tiles]
+  uint32_t* wave_done;     // [waves]
+  uint32_t* pulled;        // [tiles]; only with peers
+
+  int64_t bytes;
+};
+
+Workspace lay_out(const BackwardSizes& sizes, char* base) {
+  const PlanShape& plan = sizes.plan;
+  const BackwardShape shape = shape_of(sizes);
+  const bool has_peers = sizes.has_peers();
+  const int64_t tiles = plan.max_tiles();
+  const int64_t waves = max_backward_waves(plan, shape);
+  Parts parts(base);
+  Workspace space{};
+  space.list.items = parts.take<WorkItem>(max_backward_items(plan, shape));
+  space.list.waves = parts.take<BackwardWave>(waves + 1);
+  space.list.tile_count = parts.take<int32_t>(1);
+  space.list.first_row = has_peers ? parts.take<int32_t>(plan.ranks * plan.tokens) : nullptr;
+  space.gradient_ring = parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
+  space.hidden_ring = parts.take<uint16_t>(sizes.ring_rows * sizes.inner);
+  space.dot_parts = parts.take<float>(sizes.ring_rows * shape.replay_columns);
+  // Of one expert, the one astride two waves, and of the next such one.
+  constexpr int64_t kVectorsOfBlock = kBlockRows * kBlockColumns / 4;
+  space.dw_parts = waves > 1 ? parts.take<float4>(int64_t{2} * shape.items_of_expert() *
+                                                  kForwardCluster * kVectorsOfBlock)
+                             : nullptr;
+  const int64_t all_tokens = plan.ranks * plan.tokens * sizes.hidden;
+  space.received_x = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;
+  space.received_dy = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;
+  space.weights = has_peers ? parts.take<float>(plan.ranks * plan.choices()) : nullptr;
+  space.own_slots = has_peers ? nullptr : parts.take<uint16_t>(plan.choices() * sizes.hidden);
+  space.own_d_weights = has_peers ? nullptr : parts.take<float>(plan.choices());
+
+  const int64_t zero_begin = parts.used();
+  space.zero = parts.take<char>(0);
+  space.link_failed = parts.take<int32_t>(1);
+  space.kernel_failed = parts.take<int32_t>(1);
+  space.counts = parts.take<int32_t>(kPlanCounts);
+  space.list.counts = parts.take<int32_t>(2);
+  space.next_item = parts.take<uint32_t>(1);
+  space.replayed = parts.take<uint32_t>(tiles);
+  space.hidden_ready = parts.take<uint32_t>(tiles);
+  space.wave_done = parts.take<uint32_t>(waves);
+  space.pulled = has_peers ? parts.take<uint32_t>(tiles) : nullptr;
+  space.list.to_pull = has_peers ? parts.take<uint64_t>(tiles) : nullptr;
+  space.zero_bytes = parts.used() - zero_begin;
+
+  space.bytes = parts.used();
+  return space;
+}
+
+bool encode_maps(const BackwardCall& call, const Workspace& space, BackwardParams* params) {
+  const int64_t experts = call.sizes.plan.local_experts();
+  const int64_t hidden = call.sizes.hidden, inner = call.sizes.inner;
+  // A ring of blocks of 64 x 64 is a matrix of 64 columns.
+  const int64_t rows = call.sizes.ring_rows * (inner / kPanelColumns);
+  const uint16_t* const gradients = space.gradient_ring;
+  const uint16_t* const weighted = space.hidden_ring;
+  return encode_matrix(&params->gate, call.gate, experts * hidden, inner, kBlockDepth) &&
+         encode_matrix(&params->up, call.up, experts * hidden, inner, kBlockDepth) &&
+         encode_matrix(&params->down, call.down, experts * inner, hidden, kBlockDepth) &&
+         encode_matrix(&params->gradient_blocks, gradients, 2 * rows, kPanelColumns, kTileRows) &&
+         encode_matrix(&params->gradient_warps, gradients, 2 * rows, kPanelColumns, kWarpRows) &&
+         encode_matrix(&params->hidden_blocks, weighted, rows, kPanelColumns, kTileRows) &&
+         encode_matrix(&params->hidden_warps, weighted, rows, kPanelColumns, kWarpRows);
+}
+
+}  // namespace
+
+ArenaLayout backward_arena(const BackwardSizes& sizes) {
+  return {.ranks = sizes.plan.ranks,
+          .choices = sizes.plan.choices(),
+          .tokens = sizes.plan.tokens,
+          .width = sizes.hidden,
+          .directions = {},
+          .output_rows = 0,
+          .is_backward = true};
+}
+
+int64_t backward_workspace_bytes(const BackwardSizes& sizes) {
+  return lay_out(sizes, nullptr).bytes;
+}
+
+std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cudaStream_t stream) {
+  const BackwardSizes& sizes = call.sizes;
+  const PlanShape& plan = sizes.plan;
+  const BackwardShape shape = shape_of(sizes);
+  const ArenaLayout layout = backward_arena(sizes);
+  const Arena* arena = nullptr;
+  if (std::string problem = find_peers(call.communicator, layout, &arena); !problem.empty()) {
+    return problem;
+  }
+  const Workspace space = lay_out(sizes, call.workspace.data);
+  if (call.workspace.bytes < space.bytes) {
+    return "the workspace is too small";
+  }
+  const Device device = device_of(ordinal);
+  const int32_t rank = arena == nullptr ? 0 : arena->rank;
+  const int64_t choices = plan.choices();
+
+  BackwardParams params{};
+  if (!encode_maps(call, space, &params)) {
+    return "the driver refuses the tensor maps of these shapes";
+  }
+  params.x = call.x;
+  params.dy = call.dy;
+  params.received_x = space.received_x;
+  params.received_dy = space.received_dy;
+  params.weights = arena == nullptr ? call.weights : space.weights;
+  params.saved = call.saved;
+  params.saved_tiles = call.saved_tiles;
+  params.gradient_ring = space.gradient_ring;
+  params.own_slots = space.own_slots;
+  params.own_d_weight = space.own_d_weights;
+  params.bases = arena == nullptr ? nullptr : arena->bases;
+  params.x_offset = layout.dispatch();
+  params.dy_offset = layout.dy();
+  params.slots_offset = layout.combine();
+  params.d_weight_offset = layout.d_weights();
+  params.row_source = call.row_source;
+  params.expert_tile = call.expert_tile;
+  params.items = space.list.items;
+  params.item_count = space.list.counts;
+  params.tile_count = space.list.tile_count;
+  params.waves = space.list.waves;
+  params.to_pull = space.list.to_pull;
+  params.pulled = space.pulled;
+  params.next_item = space.next_item;
+  params.replayed = space.replayed;
+  params.hidden_ready = space.hidden_ready;
+  params.wave_done = space.wave_done;
+  params.fault = space.kernel_failed;
+  params.skip = space.link_failed;
+  params.dot_parts = space.dot_parts;
+  params.d_gate = call.d_gate;
+  params.d_up = call.d_up;
+  params.d_down = call.d_down;
+  params.dw_parts = space.dw_parts;
+  params.dw_is_f32 = call.dw_is_f32 ? 1 : 0;
+  params.hidden = static_cast<int32_t>(sizes.hidden);
+  params.inner = static_cast<int32_t>(sizes.inner);
+  params.ranks = plan.ranks;
+  params.rank = rank;
+  params.tokens = static_cast<int32_t>(plan.tokens);
+  params.top_k = plan.top_k;
+  params.choices = static_cast<int32_t>(choices);
+  params.shape = shape;
+  params.clamp = clamp_at(call.clamp);
+  params.timeout_ns = call.timeout_ns;
+
+  count_launched_call();
+  Launches launch;
+  const auto meet = [&](const char* what, Meeting meeting) {
+    launch(what, barrier(*arena, layout, meeting, call.timeout_ns, space.kernel_failed,
+                         space.link_failed, device.record, stream));
+  };
+  launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
+  if (arena != nullptr) {
+    constexpr int kLarge = 0x7f;  // in every byte
+    launch("first rows", cudaMemsetAsync(space.list.first_row, kLarge,
+                                         sizeof(int32_t) * plan.ranks * plan.tokens, stream));
+    launch("publish",
+           publish_gradients(*arena, layout, plan, call.weights, call.x, call.dy, stream));
+    meet("entry barrier", Meeting::kEntry);
+    launch("weights",
+           cudaMemcpyAsync(space.weights, arena->own + layout.routes(),
+                           sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
+  }
+  launch("work list", list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile,
+                                    call.row_source, space.list, stream));
+  launch("backward", launch_backward(params, device.backward_clusters, stream));
+  const uint16_t* slots = space.own_slots;
+  const float* d_weights = space.own_d_weights;
+  if (arena != nullptr) {
+    if (launch.failed()) {  // the peers' slots are not filled
+      cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
+    }
+    meet("exit barrier", Meeting::kExit);
+    slots = reinterpret_cast<const uint16_t*>(arena->own + layout.combine());
+    d_weights = reinterpret_cast<const float*>(arena->own + layout.d_weights());
+  }
+  launch("sum", weighted_sum({.slots = slots,
+                              .outputs = nullptr,
+                              .bases = nullptr,
+                              .outputs_offset = 0,
+                              .slot_row = nullptr,
+                              .slot_rank = call.slot_rank,
+                              .weights = nullptr,
+                              .out = call.dx,
+                              .tokens = plan.tokens,
+                              .top_k = plan.top_k,
+                              .width = params.hidden},
+                             stream));
+  launch("router weights",
+         copy_unmasked(d_weights, call.slot_rank, choices, call.d_weights, stream));
+  const int64_t dw_elements =
+      plan.local_experts() * sizes.hidden * sizes.inner * (call.dw_is_f32 ? 2 : 1);
+  launch("finish", finish({.link_failed = space.link_failed,
+                           .kernel_failed = space.kernel_failed,
+                           .counts = space.counts,
+                           .experts = plan.experts,
+                           .results = {{call.dx, plan.tokens * sizes.hidden},
+                                       {reinterpret_cast<uint16_t*>(call.d_weights), 2 * choices},
+                                       {static_cast<uint16_t*>(call.d_gate), dw_elements},
+                                       {static_cast<uint16_t*>(call.d_up), dw_elements},
+                                       {static_cast<uint16_t*>(call.d_down), dw_elements}},
+                           .record = device.record},
+                          stream));
+  return launch.result();
+}
+
+}  // namespace mok

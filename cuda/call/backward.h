@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "call/export.h"
+#include "call/memory.h"
+#include "core/plan.h"
+#include "link/arena_layout.h"
+#include "sm90/backward_work.h"
+
+// The call of the backward pass: all that is launched for it, in order.
+namespace mok {
+
+struct BackwardSizes {
+  PlanShape plan;
+  int64_t ring_rows;
+  int64_t hidden;
+  int64_t inner;
+
+  bool has_peers() const { return plan.ranks > 1; }
+};
+
+struct BackwardCall {
+  BackwardSizes sizes;
+  float clamp;  // infinity for none
+  uint64_t timeout_ns;
+  void* communicator;  // that of `prepare_peers`, for `backward_arena`; null without peers
+
+  // bf16 where nothing else is said.
+  const uint16_t* x;     // [tokens, hidden]
+  const uint16_t* dy;    // [tokens, hidden]
+  const float* weights;  // [tokens, top_k] of the router
+  const uint16_t* gate;  // [local experts, hidden, inner]
+  const uint16_t* up;
+  const uint16_t* down;   // [local experts, inner, hidden]
+  const uint16_t* saved;  // pre-activations of the first `saved_tiles` tiles, see ForwardCall
+  int32_t saved_tiles;
+  const int32_t* row_source;  // of the plan, likewise the next two
+  const int32_t* expert_tile;
+  const int32_t* slot_rank;
+
+  uint16_t* dx;      // [tokens, hidden]
+  float* d_weights;  // [tokens, top_k]
+  void* d_gate;      // as the weights, in f32 or bf16
+  void* d_up;
+  void* d_down;
+  bool dw_is_f32;
+  Memory workspace;  // of `backward_workspace_bytes`
+};
+
+MOK_EXPORT ArenaLayout backward_arena(const BackwardSizes& sizes);
+
+MOK_EXPORT int64_t backward_workspace_bytes(const BackwardSizes& sizes);
+
+// Returns what went wrong, or nothing. The device is prepared.
+MOK_EXPORT std::string launch_backward_call(const BackwardCall& call, int32_t ordinal,
+                                            cudaStream_t stream);
+
+}  // namespace mok

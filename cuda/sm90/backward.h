@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "sm90/backward_work.h"
+#include "sm90/forward.h"
+
+// Gradients of the layer in one persistent kernel: reverse combine, SwiGLU backward, reverse
+// dispatch and the weights' gradients, wave by wave of the plan's rows. A wave is, in this order,
+//   replay  the pre-activations again, if some of its rows have not been saved
+//   hidden  d_hidden = dy · W_downᵀ; from it the gradients of gate and up, the router weights' and
+//           the weighted hidden rows, which go to rings
+//   input   dx = d_gate · W_gateᵀ + d_up · W_upᵀ, pushed to the home slots
+//   weights dW_gate = xᵀ · d_gate, dW_up = xᵀ · d_up, dW_down = (w · hidden)ᵀ · dy
+namespace mok::sm90 {
+
+struct BackwardParams {
+  // Boxes of 64 x 64: panels of the weights [experts * rows, columns].
+  CUtensorMap gate;
+  CUtensorMap up;
+  CUtensorMap down;
+  // The rings, in blocks of 64 rows x 64 columns one after the other: of d_gate and d_up in turns,
+  // and of the weighted hidden rows. Loaded block by block, stored in boxes of 16 rows.
+  CUtensorMap gradient_blocks;
+  CUtensorMap gradient_warps;
+  CUtensorMap hidden_blocks;
+  CUtensorMap hidden_warps;
+
+  const Bits16* x;       // [tokens, hidden] of this rank
+  const Bits16* dy;      // [tokens, hidden] of this rank
+  Bits16* received_x;    // [ranks, tokens, hidden] the peers', pulled
+  Bits16* received_dy;   // likewise
+  const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
+  const Bits16* saved;   // pre-activations as ForwardParams::saved
+  int32_t saved_tiles;
+  Bits16*
+      gradient_ring;  // [ring tiles][inner / 64][d_gate, d_up][64][64]; before, what is replayed
+
+  Bits16* own_slots;    // home slots of dx, [tokens * top_k, hidden]; if there are no peers
+  float* own_d_weight;  // [tokens * top_k]; likewise
+  char* const* bases;   // [ranks] where each rank's arena begins; null without peers
+  int64_t x_offset;
+  int64_t dy_offset;
+  int64_t slots_offset;
+  int64_t d_weight_offset;
+
+  const int32_t* row_source;
+  const int32_t* expert_tile;
+  const WorkItem* items;
+  const int32_t* item_count;
+  const int32_t* tile_count;
+  const BackwardWave* waves;
+  const uint64_t* to_pull;  // [tiles] as ForwardParams::to_pull; null if nobody pulls
+  uint32_t* pulled;         // [tiles] tokens of which x and dy have been pulled
+  uint32_t* next_item;
+  uint32_t* replayed;      // [tiles] pieces of the tile's pre-activations
+  uint32_t* hidden_ready;  // [tiles] pieces of the tile's gradients and weighted hidden rows
+  uint32_t* wave_done;     // [waves] blocks' items that have read the rings
+  int32_t* fault;          // set to 1 when a wait has expired
+  const int32_t* skip;     // nothing is done, above all nothing pushed, if it is set
+
+  float* dot_parts;  // [ring rows][inner / 128] parts of the router weights' gradients
+  void* d_gate;      // [experts, hidden, inner]
+  void* d_up;
+  void* d_down;       // [experts, inner, hidden]
+  float4* dw_parts;   // two halves, each of the expert astride two waves
+  int32_t dw_is_f32;  // of the three gradients; else bf16
+
+  int32_t hidden;
+  int32_t inner;
+  int32_t ranks;
+  int32_t rank;
+  int32_t tokens;
+  int32_t top_k;
+  int32_t choices;
+  BackwardShape shape;
+  Clamp clamp;
+  uint64_t timeout_ns;
+};
+
+cudaError_t prepare_backward(int* clusters);
+cudaError_t launch_backward(const BackwardParams& params, int clusters, cudaStream_t stream);
+
+}  // namespace mok::sm90

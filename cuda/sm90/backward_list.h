@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/plan.h"
+#include "sm90/backward_work.h"
+
+// The backward kernel's work list, and which tokens it pulls, from a rank's plan.
+namespace mok::sm90 {
+
+struct BackwardList {
+  WorkItem* items;      // [max_backward_items]
+  BackwardWave* waves;  // [max_backward_waves + 1], the last one behind the end
+  int32_t* counts;      // [2] items, waves
+  int32_t* tile_count;
+  int32_t* first_row;  // [ranks * tokens], large before: the row that first needs a token
+  uint64_t* to_pull;   // [tiles], zero before; null if nobody pulls
+};
+
+int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
+int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape);
+
+cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
+                          int32_t saved_tiles, const int32_t* expert_tile,
+                          const int32_t* row_source, const BackwardList& list, cudaStream_t stream);
+
+cudaError_t load_backward_list();
+
+}  // namespace mok::sm90

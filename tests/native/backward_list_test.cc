@@ -1,0 +1,157 @@
+// The backward kernel's work list against what the kernel relies on, for random loads, rings and
+// groupings: every tile and column block of each product over rows once, every block of an expert's
+// gradients once in each of its waves; waves one after the other and no larger than the ring, and
+// their products in order.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#include "sm90/backward_work.h"
+
+using namespace mok::sm90;
+
+#define REQUIRE(condition)                                    \
+  do {                                                        \
+    if (!(condition)) {                                       \
+      std::printf("line %d: not %s\n", __LINE__, #condition); \
+      std::exit(1);                                           \
+    }                                                         \
+  } while (0)
+
+int main() {
+  std::mt19937 rng(7);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const int experts = 1 + rng() % 20, most = trial % 3 ? 40 : 5;
+    std::vector<int> tiles(experts);
+    for (int& t : tiles) {
+      t = rng() % 4 ? rng() % most : 0;
+    }
+    const int cluster = 1 + rng() % 2;
+    std::vector<Start> starts;
+    int total = 0;
+    const int ring = 2 * cluster + rng() % (trial % 2 ? 12 : 100);
+    const BackwardShape shape =
+        backward_shape(cluster, ring, 64 * (1 + rng() % 20), 64 * (1 + rng() % 20), 1 + rng() % 10);
+    Units units{};
+    for (int count : tiles) {
+      starts.push_back({units, total});
+      units = units + units_of(shape.work, count);
+      total += count;
+    }
+    starts.push_back({units, total});
+    const int saved = rng() % (total + 10);
+    const BackwardTable table{shape, {shape.work, starts.data(), experts}, saved};
+
+    const int count = table.wave_count();
+    std::vector<BackwardWave> waves;
+    int first_item = 0;
+    for (int w = 0; w < count; ++w) {
+      waves.push_back(table.wave(w, count, first_item));
+      first_item += table.items_of(waves[w], table.units.before_step(w + 1));
+    }
+    waves.push_back({units, total, first_item, 0, experts, 0});
+    REQUIRE(waves[0].first_tile == 0);
+    for (int w = 0; w < count; ++w) {
+      REQUIRE(waves[w + 1].first_tile >= waves[w].first_tile);
+      REQUIRE(waves[w + 1].first_tile - waves[w].first_tile <= ring);
+      REQUIRE(waves[w].experts >= 0);
+    }
+
+    std::vector<WorkItem> items(first_item, WorkItem{-1, -1, -1, -1});
+    const auto place = [&](int position, const WorkItem& item) {
+      REQUIRE(items.at(position).flags == -1);
+      items[position] = item;
+    };
+    for (int unit = 0; unit < units.count(); ++unit) {
+      table.place_unit(unit, waves.data(), count, 0, 1, place);
+    }
+    for (int w = 0; w < count; ++w) {
+      const int number = waves[w].experts * shape.items_of_expert();
+      for (int i = 0; i < number; ++i) {
+        place(waves[w + 1].first_item - number + i,
+              table.weight_item(waves[w].first_expert + i / shape.items_of_expert(), w,
+                                i % shape.items_of_expert()));
+      }
+    }
+
+    std::map<std::tuple<int, int, int>, int> seen;  // product, tile, column -> times
+    std::map<std::tuple<int, int, int, int, int>, int> seen_weights;
+    int last_key = -1;
+    for (const WorkItem& item : items) {
+      const int w = wave_of(item), product = static_cast<int>(product_of(item));
+      const bool is_weights = product_of(item) >= BackwardProduct::kGateUpWeights;
+      const int key = w * 4 + std::min(product, 3);
+      REQUIRE(w >= 0 && w < count);
+      REQUIRE(key >= last_key);
+      last_key = key;
+      if (is_weights) {
+        ++seen_weights[{w, item.expert, product, item.first_tile, item.column_block}];
+        continue;
+      }
+      for (int block = 0; block < cluster; ++block) {
+        const BlockWork work = block_work(item, block);
+        for (int t = work.tile; t < work.tile + work.tiles; ++t) {
+          REQUIRE(t >= waves[w].first_tile && t < waves[w + 1].first_tile);
+          ++seen[{product, t, work.column_block}];
+        }
+      }
+    }
+    for (int w = 0; w < count; ++w) {
+      for (int t = waves[w].first_tile; t < waves[w + 1].first_tile; ++t) {
+        REQUIRE(t < saved || waves[w].replays);
+        for (int product = waves[w].replays ? 0 : 1; product < 3; ++product) {
+          const int columns = product == 0   ? shape.replay_columns
+                              : product == 1 ? shape.hidden_columns
+                                             : shape.input_columns;
+          for (int column = 0; column < columns; ++column) {
+            REQUIRE((seen[{product, t, column}] == 1));
+          }
+        }
+      }
+    }
+    // Partial sums: a wave reads the half that the wave before has written, for the same expert.
+    int held[2] = {-1, -1};
+    for (int w = 0; w < count; ++w) {
+      for (int e = waves[w].first_expert; e < waves[w].first_expert + waves[w].experts; ++e) {
+        const int begin = std::max(starts[e].tile, waves[w].first_tile);
+        const int end = std::min(starts[e + 1].tile, waves[w + 1].first_tile);
+        REQUIRE(begin <= end);
+        if (begin != starts[e].tile) {
+          REQUIRE(held[1 - w % 2] == e);
+        }
+        if (end != starts[e + 1].tile) {
+          REQUIRE(held[w % 2] != e);
+          held[w % 2] = e;
+        }
+      }
+      held[1 - w % 2] = -1;
+    }
+
+    for (int e = 0; e < experts; ++e) {
+      int of_expert = 0;
+      for (int w = 0; w < count; ++w) {
+        const bool in_wave =
+            e >= waves[w].first_expert && e < waves[w].first_expert + waves[w].experts;
+        const bool has_rows =
+            starts[e].tile < waves[w + 1].first_tile && starts[e + 1].tile > waves[w].first_tile;
+        REQUIRE(in_wave || !has_rows);
+        of_expert += in_wave;
+        for (int pair = 0; in_wave && pair < shape.weight_pairs; ++pair) {
+          for (int column = 0; column < shape.replay_columns; ++column) {
+            REQUIRE((seen_weights[{w, e, 3, pair, column}] == 1));
+          }
+          for (int column = 0; column < shape.down_columns; ++column) {
+            REQUIRE((seen_weights[{w, e, 4, pair, column}] == 1));
+          }
+        }
+      }
+      REQUIRE(of_expert >= 1);
+      REQUIRE(tiles[e] > 0 || of_expert == 1);
+    }
+  }
+  std::puts("backward lists good");
+}

@@ -1,0 +1,164 @@
+"""Gradients on NVIDIA GPUs: run with `pytest -m gpu`."""
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from gpu_harness import MoEConfig, mesh_of, poison_memory, rank_counts, require_gpus
+from oracle import Inputs, Outputs
+from routings import ROUTINGS
+from test_gpu import draw, mostly_masked
+
+import jax_mok
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 8e-3
+
+
+def run(inputs: Inputs, ranks: int, config: jax_mok.MoEConfig | None = None) -> Outputs:
+    return harness.run_layer_on(mesh_of(ranks), inputs, config or MoEConfig())
+
+
+def assert_right(outputs: Outputs, inputs: Inputs, clamp: float | None = None) -> None:
+    oracle.assert_close(outputs, oracle.layer(inputs, clamp), TOLERANCE)
+
+
+def assert_bit_equal_for_any_number_of_gpus(
+    inputs: Inputs, config: jax_mok.MoEConfig | None = None
+) -> Outputs:
+    results = [run(inputs, ranks, config) for ranks in rank_counts()]
+    for result in results[1:]:
+        harness.assert_same_bits(result, results[0])
+    return results[0]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    poison_memory(np.float32(np.nan))
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+def test_gradients_are_right_for_every_routing(routing):
+    inputs = draw(routing)
+    outputs = assert_bit_equal_for_any_number_of_gpus(inputs)
+    harness.expect_recorded_faults(inputs.expert_ids, 8)
+    assert_right(outputs, inputs)
+
+
+@pytest.mark.parametrize("tokens", [2, 34, 256, 1000])
+def test_gradients_are_right_for_any_token_count(tokens):
+    inputs = draw("zipf", tokens=tokens)
+    assert_right(assert_bit_equal_for_any_number_of_gpus(inputs), inputs)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(64, 64), (2880, 64), (192, 320), (320, 192), (768, 1408)]
+)
+def test_gradients_are_right_for_any_width(hidden, inner):
+    inputs = draw(tokens=64, hidden=hidden, inner=inner, experts=4)
+    assert_right(assert_bit_equal_for_any_number_of_gpus(inputs), inputs)
+
+
+@pytest.mark.parametrize("clamp", [0.3, 1.7])
+def test_gradients_are_right_with_a_clamp(clamp):
+    inputs = draw()
+    outputs = assert_bit_equal_for_any_number_of_gpus(inputs, MoEConfig(clamp=clamp))
+    assert_right(outputs, inputs, clamp)
+
+
+@pytest.mark.parametrize("ring_rows", [256, 512, 4096])
+@pytest.mark.parametrize("saved_rows", [0, 320, None])
+def test_gradients_are_bit_equal_for_any_ring_and_saved_rows(ring_rows, saved_rows):
+    inputs = mostly_masked(draw("zipf", tokens=1000, choices=3), share=0.1)
+    want = run(inputs, 1)
+    config = MoEConfig(ring_rows=ring_rows, chunk_rows=64, saved_rows=saved_rows)
+    for ranks in rank_counts():
+        harness.assert_same_bits(run(inputs, ranks, config), want)
+
+
+def test_a_weight_gradient_over_many_waves_is_as_close_as_over_one():
+    inputs = draw("one_expert", tokens=4000, hidden=64, inner=64, choices=2)
+    config = MoEConfig(ring_rows=256, chunk_rows=64)
+    for ranks in rank_counts():
+        outputs = run(inputs, ranks, config)
+        harness.assert_same_bits(outputs, run(inputs, 1))
+        assert_right(outputs, inputs)
+
+
+def test_repeats_are_bit_equal():
+    inputs = draw("zipf", tokens=1000, choices=4)
+    for ranks in rank_counts():
+        want = run(inputs, ranks)
+        for _ in range(19):
+            harness.assert_same_bits(run(inputs, ranks), want)
+
+
+def test_float32_masters_get_unrounded_gradients():
+    inputs = draw("zipf")
+    masters = inputs._replace(
+        w_gate=inputs.w_gate.astype(np.float32),
+        w_up=inputs.w_up.astype(np.float32),
+        w_down=inputs.w_down.astype(np.float32),
+    )
+    for ranks in rank_counts():
+        rounded, unrounded = run(inputs, ranks), run(masters, ranks)
+        for name in ("d_w_gate", "d_w_up", "d_w_down"):
+            wide = getattr(unrounded, name)
+            assert wide.dtype == np.float32
+            assert wide.astype(jnp.bfloat16).tobytes() == getattr(rounded, name).tobytes()
+
+
+def test_a_bad_gradient_harms_its_own_token_and_experts_only():
+    inputs = draw(tokens=256)
+    want = run(inputs, 1)
+    dy = inputs.dy.copy()
+    dy[100] = np.inf
+    for ranks in rank_counts():
+        outputs = run(inputs._replace(dy=dy), ranks)
+        others = np.arange(256) != 100
+        assert outputs.dx[others].tobytes() == want.dx[others].tobytes()
+        spared = np.setdiff1d(np.arange(8), inputs.expert_ids[100])
+        assert outputs.d_w_down[spared].tobytes() == want.d_w_down[spared].tobytes()
+
+
+@pytest.mark.parametrize("policy", [jax_mok.remat_policy, None])
+def test_checkpointed_layers_give_the_same_bits(policy):
+    inputs = draw("zipf", tokens=400)
+    for ranks in rank_counts():
+        mesh = mesh_of(ranks)
+        operands = harness.shard(inputs, mesh)
+
+        def loss(x, checkpointed, mesh=mesh, operands=operands):
+            def layer(x):
+                _, ids, weights, *experts, _ = operands
+                y = jax_mok.moe(x, ids, weights, *experts, mesh=mesh, axis_name="ep")
+                return jnp.sum(y.astype(jnp.float32) * operands.dy.astype(jnp.float32))
+
+            return (jax.checkpoint(layer, policy=policy) if checkpointed else layer)(x)
+
+        step = jax.jit(jax.grad(loss), static_argnums=1)
+        plain, again = (np.asarray(step(operands.x, flag)) for flag in (False, True))
+        assert plain.tobytes() == again.tobytes()
+
+
+def test_gradients_the_kernel_does_not_take_are_named():
+    inputs = draw()
+    with pytest.raises(jax_mok.MoEError, match="reverse_dispatch='pull' has no GPU kernel"):
+        run(inputs, 1, MoEConfig(reverse_dispatch="pull"))
+    with pytest.raises(jax_mok.MoEError, match="composition='composed' has no gradients on GPUs"):
+        run(inputs, 1, MoEConfig(composition="composed"))
+
+
+def test_a_late_rank_spoils_the_gradients_of_its_call_only():
+    require_gpus(2)
+    inputs = draw(tokens=190)
+    want = run(inputs, 2)
+    config = MoEConfig(timeout_s=1e-6)
+    outputs = run(inputs, 2, config)
+    assert np.isnan(outputs.dx.astype(np.float32)).all()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
+    harness.assert_same_bits(run(inputs, 2), want)
