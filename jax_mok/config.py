@@ -44,8 +44,8 @@ class MoEConfig:
         On GPUs "pull" moves them only after all experts are done, and keeps memory for the output
         rows of the worst load, every choice of every rank, instead of this rank's own choices:
         about as many times more as there are ranks; see `jax_mok.memory`.
-      reverse_combine: as `dispatch`, for the output's gradient.
-      reverse_dispatch: as `combine`, for the input's gradient.
+      reverse_combine: as `dispatch`, for the output's gradient; on GPUs "pull" only.
+      reverse_dispatch: as `combine`, for the input's gradient; on GPUs "push" only.
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
       composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through
