@@ -26,6 +26,9 @@ from jax_mok.layout import make_layout
 
 _ALIGNMENT = 256
 _MIB = 2**20
+_LEGEND = """\
+n ranks of T tokens with K choices each; E experts of all ranks, widths H and I
+M most rows of a rank, R rows of the ring, S segments of the plan's sort, W items of work"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Memory:
         return self.arena_bytes + self.workspace_bytes
 
     def __str__(self) -> str:
-        """A table of the parts in MiB, with their formulas in bytes."""
-        rows = [("", "MiB", "bytes, each array rounded up to 256")]
+        """A table of the parts in MiB, with their formulas in bytes and what their letters mean."""
+        rows = [("forward pass, on each GPU", "MiB", "bytes, each array rounded up to 256")]
         for name, parts in (("arena", self.arena), ("workspace", self.workspace)):
             rows += [(f"  {part.name}", _mib(part.bytes), part.formula) for part in parts]
             rows.append((name, _mib(sum(part.bytes for part in parts)), ""))
@@ -83,7 +86,7 @@ class Memory:
         names, mibs = (max(len(row[column]) for row in rows) for column in (0, 1))
         lines = [f"{name:<{names}}  {mib:>{mibs}}  {formula}" for name, mib, formula in rows]
         sizes = " ".join(f"{letter}={value}" for letter, value in self.sizes.items())
-        return "\n".join([sizes, *(line.rstrip() for line in lines)])
+        return "\n".join([sizes, _LEGEND, *(line.rstrip() for line in lines)])
 
 
 def memory(

@@ -23,6 +23,7 @@ from jax_mok.faults import check
 from jax_mok.layout import make_layout
 from jax_mok.plan import Plan, gather_plan_on_gpu, make_plan
 from jax_mok.sharding import (
+    check_axis_name,
     check_partitioned,
     find_position,
     sum_replicas,
@@ -147,6 +148,7 @@ def moe(
         raise MoEInputError(
             "moe was called inside jax.shard_map: call moe_ffn there, on this device's arrays"
         )
+    check_axis_name(axis_name)
     if axis_name not in mesh.axis_names:
         raise MoEInputError(
             f"axis_name={axis_name!r} is not an axis of the mesh; "

@@ -35,6 +35,12 @@ class Position:
         return jnp.stack([jnp.int32(group), jnp.int32(jax.lax.axis_index(self.axis_name))])
 
 
+def check_axis_name(axis_name: object) -> None:
+    """Refuses what names no single axis."""
+    if not isinstance(axis_name, str):
+        raise MoEInputError(f"axis_name={axis_name!r} must be the name of one mesh axis, a string")
+
+
 def find_position(axis_name: str, caller: str) -> Position:
     """The position of the surrounding `shard_map` body; messages name the caller.
 
@@ -44,11 +50,16 @@ def find_position(axis_name: str, caller: str) -> Position:
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(mesh.manual_axes)
     if not manual:
+        or_else = (
+            ", or use jax_mok.moe(..., mesh=mesh, axis_name=...) on global arrays"
+            if caller == "moe_ffn"
+            else ""
+        )
         raise MoEInputError(
             f"{caller} was called outside jax.shard_map, where XLA would gather every operand on "
-            f"every device: call it inside jax.shard_map over the mesh axis {axis_name!r}, or use "
-            "jax_mok.moe(..., mesh=mesh, axis_name=...) on global arrays"
+            f"every device: call it inside jax.shard_map over the mesh axis {axis_name!r}{or_else}"
         )
+    check_axis_name(axis_name)
     if axis_name not in manual:
         raise MoEInputError(
             f"axis_name={axis_name!r} is not a manual axis of the surrounding shard_map; "

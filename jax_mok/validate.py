@@ -51,9 +51,10 @@ def check_operands(
     _check_shape("expert_ids", expert_ids, (tokens, expert_ids.shape[1]), "one row for each token")
     _check_shape("expert_weights", expert_weights, expert_ids.shape, "one weight for each choice")
     allowed = (x.dtype,) if x.dtype == jnp.float32 else (x.dtype, jnp.float32)
-    _check_array("w_gate", w_gate, ("experts", "H", "I"), allowed)
-    _check_array("w_up", w_up, ("experts", "H", "I"), allowed)
-    _check_array("w_down", w_down, ("experts", "I", "H"), allowed)
+    as_x = f", since x is {x.dtype}"
+    _check_array("w_gate", w_gate, ("experts", "H", "I"), allowed, as_x)
+    _check_array("w_up", w_up, ("experts", "H", "I"), allowed, as_x)
+    _check_array("w_down", w_down, ("experts", "I", "H"), allowed, as_x)
     experts, _, inner = w_gate.shape
     if math.prod(w_gate.shape) == 0 or width == 0:
         raise MoEInputError(
@@ -66,7 +67,11 @@ def check_operands(
 
 
 def _check_array(
-    name: str, value: jax.Array, dimensions: Sequence[str], dtypes: Sequence[np.typing.DTypeLike]
+    name: str,
+    value: jax.Array,
+    dimensions: Sequence[str],
+    dtypes: Sequence[np.typing.DTypeLike],
+    why: str = "",
 ) -> None:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise MoEInputError(f"{name} must be an array, got {type(value).__name__}")
@@ -80,7 +85,7 @@ def _check_array(
     if value.dtype not in [jnp.dtype(dtype) for dtype in dtypes]:
         names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise MoEInputError(
-            f"{name} has dtype {value.dtype}; it must be {names}: convert it with .astype"
+            f"{name} has dtype {value.dtype}; it must be {names}{why}: convert it with .astype"
         )
 
 

@@ -126,3 +126,11 @@ def test_sizes_that_do_not_fit_are_named(changes, message):
 
 def test_numpy_numbers_are_numbers():
     assert jax_mok.memory(**{k: np.int64(v) for k, v in SIZES.items()}) == jax_mok.memory(**SIZES)
+
+
+def test_a_balanced_load_of_deepseek_v3_widths_needs_little_beside_the_arena():
+    sizes = {"ranks": 2, "tokens": 8192, "top_k": 8, "experts": 32, "hidden": 7168, "inner": 2048}
+    default = jax_mok.memory(None, **sizes)
+    assert default.workspace_bytes < 1.5 * 2**30
+    one_chunk = jax_mok.MoEConfig(ring_rows=4096, chunk_rows=4096)
+    assert jax_mok.memory(one_chunk, **sizes).workspace_bytes < default.workspace_bytes

@@ -19,7 +19,10 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in _NAMES:
         found = f"got {sys.argv[1]!r}; " if len(sys.argv) > 1 else ""
         sys.exit(f"{found}name a measurement: {usage}")
-    measurement = importlib.import_module(f"jax_mok.bench.{sys.argv.pop(1)}")
+    try:
+        measurement = importlib.import_module(f"jax_mok.bench.{sys.argv.pop(1)}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: install what the measurements need with pip install '.[bench]'")
     flags.adopt_module_key_flags(measurement)
     app.run(measurement.main)
 

@@ -110,7 +110,13 @@ def main(argv: Sequence[str]) -> None:
     # cuBLAS is the yardstick, not XLA's own generated products.
     cublas = "--xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cublas}"
-    devices = jax.devices(_PLATFORM.value)
+    try:
+        devices = jax.devices(_PLATFORM.value)
+    except RuntimeError as error:
+        raise app.UsageError(
+            f"JAX finds no NVIDIA GPU ({error}): --platform=cpu --shapes=toy tries the measurement "
+            "without"
+        ) from error
     if _GPUS.value and _GPUS.value > len(devices):
         raise app.UsageError(f"--gpus={_GPUS.value}, and this machine has {len(devices)}")
     mesh = Mesh(np.array(devices[: _GPUS.value]), (chains.AXIS,))
