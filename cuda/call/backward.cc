@@ -215,7 +215,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                            sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
   }
   launch("work list", list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile,
-                                    call.row_source, space.list, stream));
+                                    call.row_source, space.list, space.link_failed, stream));
   launch("backward", launch_backward(params, device.backward_clusters, stream));
   const uint16_t* slots = space.own_slots;
   const float* d_weights = space.own_d_weights;
@@ -252,6 +252,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                        {static_cast<uint16_t*>(call.d_gate), dw_elements},
                                        {static_cast<uint16_t*>(call.d_up), dw_elements},
                                        {static_cast<uint16_t*>(call.d_down), dw_elements}},
+                           .kept_plan = nullptr,
                            .record = device.record},
                           stream));
   return launch.result();

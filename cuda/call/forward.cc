@@ -147,6 +147,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
                  .experts = shape.plan.experts,
                  .results = {{call.y, shape.plan.tokens * shape.hidden},
                              {call.saved, int64_t{call.saved_tiles} * 2 * kTileRows * shape.inner}},
+                 .kept_plan = shape.keeps_plan ? tables.expert_tile : nullptr,
                  .record = device.record},
                 stream));
   return launch.result();

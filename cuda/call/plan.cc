@@ -45,6 +45,7 @@ void fill_tables(Launches& launch, const PlanShape& shape, int32_t rank,
                                  .counts = tables.counts,
                                  .experts = shape.experts,
                                  .results = {},
+                                 .kept_plan = nullptr,
                                  .record = record},
                                 stream));
 }

@@ -42,6 +42,7 @@ struct PlanShape {
 
 constexpr int32_t kMaskedChoice = -1;
 constexpr int32_t kPadding = -1;
+constexpr int32_t kNoPlan = -1;  // expert_tile[0] of a call that has failed
 
 enum PlanCount : int { kRows, kTiles, kMostTiles, kMasked, kOutOfRange, kPlanCounts };
 

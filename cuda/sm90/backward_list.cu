@@ -16,7 +16,9 @@ struct ListCall {
   const int32_t* expert_tile;
   const int32_t* row_source;
   BackwardList list;
+  int32_t* failed;
 
+  __device__ bool has_plan() const { return expert_tile[0] != kNoPlan; }
   __device__ BackwardTable table(const Start* starts) const {
     return {shape, {shape.work, starts, plan.local_experts()}, saved_tiles};
   }
@@ -48,6 +50,12 @@ __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
 // One thread follows the waves; the other blocks find the first row of every token.
 __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall call) {
   extern __shared__ Start starts[];  // [experts + 1]
+  if (!call.has_plan()) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      *call.failed = 1;
+    }
+    return;
+  }
   if (threadIdx.x < kWarp) {
     find_starts(call.shape.work, call.plan.local_experts(), call.expert_tile, starts);
   }
@@ -73,6 +81,9 @@ __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall cal
 
 __global__ void __launch_bounds__(kThreads) place_items_kernel(const ListCall call) {
   extern __shared__ Start starts[];  // [experts + 1]
+  if (!call.has_plan()) {
+    return;
+  }
   if (threadIdx.x < kWarp) {
     find_starts(call.shape.work, call.plan.local_experts(), call.expert_tile, starts);
   }
@@ -131,9 +142,9 @@ int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {
 
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
                           int32_t saved_tiles, const int32_t* expert_tile,
-                          const int32_t* row_source, const BackwardList& list,
+                          const int32_t* row_source, const BackwardList& list, int32_t* failed,
                           cudaStream_t stream) {
-  const ListCall call{plan, shape, rank, saved_tiles, expert_tile, row_source, list};
+  const ListCall call{plan, shape, rank, saved_tiles, expert_tile, row_source, list, failed};
   const size_t bytes = sizeof(Start) * (plan.local_experts() + 1);
   find_waves_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);
   place_items_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);

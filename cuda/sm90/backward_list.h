@@ -20,9 +20,11 @@ struct BackwardList {
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape);
 
+// Sets *failed, and lists nothing, if the forward call has left no plan.
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
                           int32_t saved_tiles, const int32_t* expert_tile,
-                          const int32_t* row_source, const BackwardList& list, cudaStream_t stream);
+                          const int32_t* row_source, const BackwardList& list, int32_t* failed,
+                          cudaStream_t stream);
 
 cudaError_t load_backward_list();
 

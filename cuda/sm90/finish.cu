@@ -23,6 +23,9 @@ __global__ void finish_kernel(FinishParams params) {
   if (!kernel_failed && *params.link_failed == 0) {
     return;
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && params.kept_plan != nullptr) {
+    params.kept_plan[0] = kNoPlan;
+  }
   for (const FinishParams::Result& result : params.results) {
     for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < result.count;
          i += gridDim.x * int64_t{blockDim.x}) {

@@ -17,12 +17,13 @@ struct FinishParams {
     uint16_t* values;  // bf16, or the halves of f32
     int64_t count;
   };
-  Result results[5];  // of the call; {} behind the last
+  Result results[5];   // of the call; {} behind the last
+  int32_t* kept_plan;  // expert_tile of a plan that is kept for a backward call, or null
   CallRecord* record;
 };
 
 // The last kernel of a call: a call in which a wait has expired has no results, so all of them
-// become NaN; what happened is added to the record.
+// become NaN, and a plan that is kept begins with kNoPlan; what happened is added to the record.
 cudaError_t finish(const FinishParams& params, cudaStream_t stream);
 
 // Loads the kernels onto the current device.
