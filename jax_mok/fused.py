@@ -79,7 +79,7 @@ def backward(
     kernel fits it.
     """
     shapes = (x, router_weights, *weights)
-    reason = gpu.why_not(call.layout) or _why_not(x, weights) or _why_no_gradient(call)
+    reason = _why_no_gradient(call) or gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         zeros = [
             refuse_when_lowered(vary(jnp.zeros(a.shape, dtype), call.axes), reason)
