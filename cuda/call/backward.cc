@@ -20,7 +20,7 @@ using namespace mok::sm90;
 
 BackwardShape shape_of(const BackwardSizes& sizes) {
   constexpr int kGroupUnits = 8;
-  return backward_shape(kForwardCluster, static_cast<int32_t>(sizes.ring_rows / kTileRows),
+  return backward_shape(kCluster, static_cast<int32_t>(sizes.ring_rows / kTileRows),
                         static_cast<int32_t>(sizes.hidden), static_cast<int32_t>(sizes.inner),
                         kGroupUnits);
 }
@@ -69,9 +69,10 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.dot_parts = parts.take<float>(sizes.ring_rows * shape.replay_columns);
   // Of one expert, the one astride two waves, and of the next such one.
   constexpr int64_t kVectorsOfBlock = kBlockRows * kBlockColumns / 4;
-  space.dw_parts = waves > 1 ? parts.take<float4>(int64_t{2} * shape.items_of_expert() *
-                                                  kForwardCluster * kVectorsOfBlock)
-                             : nullptr;
+  space.dw_parts =
+      waves > 1
+          ? parts.take<float4>(int64_t{2} * shape.items_of_expert() * kCluster * kVectorsOfBlock)
+          : nullptr;
   const int64_t all_tokens = plan.ranks * plan.tokens * sizes.hidden;
   space.received_x = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;
   space.received_dy = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;

@@ -15,9 +15,9 @@ ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bo
           .directions = directions,
           .composed = composed,
           .keeps_plan = keeps_plan,
-          .work = composed ? wave_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits)
-                           : work_shape(kForwardCluster, ring_tiles, width, depth, kGroupUnits,
-                                        kStepTiles),
+          .work = composed
+                      ? wave_shape(kCluster, ring_tiles, width, depth, kGroupUnits)
+                      : work_shape(kCluster, ring_tiles, width, depth, kGroupUnits, kStepTiles),
           .ring_rows = ring_rows,
           .hidden = hidden,
           .inner = inner};

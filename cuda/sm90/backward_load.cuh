@@ -1,67 +1,26 @@
 #pragma once
 
-#include <cutlass/cutlass.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "core/plan.h"
 #include "sm90/backward.h"
 #include "sm90/load.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/ptx.cuh"
 
-// The backward kernel's loading warps. What is indexed by tokens, x and dy, is gathered 16 bytes a
-// thread; weights and rings come by tensor copies.
+// What the backward kernel's stages are filled with.
 namespace mok::sm90 {
 
-template <int kCluster>
-class BackwardLoader {
+class BackwardLoader : LoaderBase<BackwardParams> {
  public:
   __device__ BackwardLoader(const BackwardParams& params, SharedStorage& shared,
                             int block_in_cluster, int warp)
-      : params_(params),
-        shared_(shared),
-        block_(block_in_cluster),
-        warp_(warp),
-        thread_(warp * kWarp + threadIdx.x % kWarp),
-        blocks_(params.inner / kPanelColumns),
-        watch_{global_nanoseconds() + params.timeout_ns} {}
+      : LoaderBase(params, shared, block_in_cluster, warp), blocks_(params.inner / kPanelColumns) {}
 
   __device__ void run() {
-    AssignmentCursor cursor;
-    while (true) {
-      wait(shared_.assigned[cursor.index], cursor.parity, watch_);
-      if (__any_sync(kAllLanes, watch_.late)) {
-        *params_.fault = 1;
-        return;
-      }
-      const Assignment& assignment = shared_.assignments[cursor.index];
-      const WorkItem item = assignment.item;
-      if (item.flags & WorkItem::kStopFlag) {
-        return;
-      }
-      const Range tiles{assignment.begin_tile, assignment.end_tile};
-      read_rows(assignment.rows);
-      arrive_in_cluster<kCluster>(shared_.taken[cursor.index]);
-      fence_proxies_global();  // what the rings hold has been waited for, by another thread
-      load(item, tiles);
-      cursor.advance();
-    }
+    load_items([&](const WorkItem& item, int begin_tile, int end_tile) {
+      load(item, begin_tile, end_tile);
+    });
   }
 
  private:
-  struct Range {
-    int begin;
-    int end;
-  };
-  struct Box {
-    const CUtensorMap* map;
-    int column;
-    int row;
-  };
-
-  __device__ void load(const WorkItem& item, const Range& tiles) {
+  __device__ void load(const WorkItem& item, int begin_tile, int end_tile) {
     const BackwardProduct product = product_of(item);
     const BlockWork work = block_work(item, block_);
     switch (product) {
@@ -105,30 +64,27 @@ class BackwardLoader {
                        work.expert * params_.hidden + work.column_block * kBlockColumns +
                            panel * kPanelColumns};
           });
-          if (warp_ < work.tiles && cute::elect_one_sync()) {
-            cute::SM90_TMA_LOAD_2D::copy(&params_.gradient_blocks, full_word(), kCacheNormally,
-                                         shared_.a[cursor_.index] + warp_ * kTileRows * kBlockDepth,
-                                         0, gradient_row(work.tile + warp_, block, is_up));
-          }
+          copy_tile(work,
+                    {&params_.gradient_blocks, 0, gradient_row(work.tile + warp_, block, is_up)});
           cursor_.advance();
         }
         break;
       default:
-        load_weights(product, item, work, tiles);
+        load_weights(product, item, work, begin_tile, end_tile);
     }
   }
 
   // The rows of an expert, a tile a step.
   __device__ void load_weights(BackwardProduct product, const WorkItem& item, const BlockWork& work,
-                               const Range& tiles) {
+                               int begin_tile, int end_tile) {
     const bool is_down = product == BackwardProduct::kDownWeights;
     const Bits16* const own = is_down ? params_.dy : params_.x;
     const Bits16* const received = is_down ? params_.received_dy : params_.received_x;
     const int first_column = (item.first_tile * kCluster + block_) * kBlockRows;
-    look_up_sources(tiles.begin, tiles.end);
-    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    look_up_sources(begin_tile, end_tile);
+    for (int tile = begin_tile; tile < end_tile; ++tile) {
       find_sources(own, received, first_column);
-      look_up_sources(tile + 1, tiles.end);
+      look_up_sources(tile + 1, end_tile);
       if (!begin_stage(kPanels * kPanelBytes, 0)) {
         return;
       }
@@ -153,68 +109,6 @@ class BackwardLoader {
     return (ring_tile(tile) * blocks_ + block) * kTileRows;
   }
 
-  // As in load.cuh: false after a fault.
-  __device__ bool begin_stage(uint32_t bytes, uint32_t further_arrivals) {
-    wait(shared_.empty[cursor_.index], cursor_.parity ^ 1, watch_);
-    if (__any_sync(kAllLanes, watch_.late)) {
-      return false;
-    }
-    if (warp_ == 0 && cute::elect_one_sync()) {
-      shared_.full[cursor_.index].arrive_and_expect_tx(bytes);
-      if (further_arrivals > 0) {
-        arrive_many(full_word(), further_arrivals);
-      }
-    }
-    return true;
-  }
-
-  // This warp's panels of B, where `box(panel)` says. Blocks that need the same ones copy a share
-  // each for all.
-  template <typename FindBox>
-  __device__ void copy_panels(const BlockWork& work, const FindBox& box) {
-    if (!cute::elect_one_sync()) {
-      return;
-    }
-    const bool multicast = kCluster > 1 && work.shares_weights;
-    constexpr int kShare = kPanels / kCluster;
-    const int first = (multicast ? block_ * kShare : 0) + warp_;
-    const int end = multicast ? (block_ + 1) * kShare : kPanels;
-    for (int panel = first; panel < end; panel += kLoadWarps) {
-      const Box from = box(panel);
-      Element* const destination = shared_.b[cursor_.index][panel];
-      if (multicast) {
-        constexpr uint16_t kAllBlocks = (1 << kCluster) - 1;
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(from.map, full_word(), kAllBlocks, kCacheNormally,
-                                               destination, from.column, from.row);
-      } else {
-        cute::SM90_TMA_LOAD_2D::copy(from.map, full_word(), kCacheNormally, destination,
-                                     from.column, from.row);
-      }
-    }
-  }
-
-  // Where this thread's share of each row begins; null for padding.
-  __device__ void read_rows(Element* const* rows) {
-#pragma unroll
-    for (int i = 0; i < kGathers; ++i) {
-      const Element* const row = rows[thread_ / kLanesPerRow + i * kRowsAtOnce];
-      rows_[i] = row == nullptr ? nullptr : row + thread_ % kLanesPerRow * 8;
-    }
-    __syncwarp();
-  }
-
-  // A with the contraction along the rows: 64 columns of every row of the block.
-  __device__ void gather_rows(const BlockWork& work, int step) {
-    const bool two_tiles = work.tiles == kBlockTiles;
-#pragma unroll
-    for (int i = 0; i < kGathers; ++i) {
-      if (i < kGathers / kBlockTiles || two_tiles) {
-        copy_async_16(destination_of(i), rows_[i] + step * kBlockDepth, rows_[i] != nullptr);
-      }
-    }
-    cutlass::arch::cpasync_barrier_arrive_noinc(full_word());
-  }
-
   // A with the contraction over rows: 128 columns of 64 rows, in two panels.
   __device__ void gather_columns(int first_column) {
 #pragma unroll
@@ -226,13 +120,6 @@ class BackwardLoader {
       copy_async_16(destination_of(i), source + panel * kPanelColumns, is_there);
     }
     cutlass::arch::cpasync_barrier_arrive_noinc(full_word());
-  }
-
-  // The 16 bytes of a stage's A, in the 128-byte swizzle, that this thread copies as its i-th.
-  __device__ Element* destination_of(int i) const {
-    const int row = thread_ / kLanesPerRow;
-    const int eighth = (thread_ ^ row) % kLanesPerRow;
-    return shared_.a[cursor_.index] + (row + i * kRowsAtOnce) * kBlockDepth + eighth * 8;
   }
 
   // Reads which slots belong to the rows of a tile, a step before they are needed.
@@ -259,21 +146,9 @@ class BackwardLoader {
     }
   }
 
-  __device__ uint64_t* full_word() const {
-    return reinterpret_cast<uint64_t*>(&shared_.full[cursor_.index]);
-  }
-
   static constexpr int kRowsOfThread = kTileRows / kRowsAtOnce;
 
-  const BackwardParams& params_;
-  SharedStorage& shared_;
-  const int block_;
-  const int warp_;
-  const int thread_;
   const int blocks_;  // of 64 columns of I
-  StageCursor cursor_;
-  Watch watch_;
-  const Element* rows_[kGathers];
   int32_t slots_[kRowsOfThread];
 };
 

@@ -46,7 +46,7 @@ struct StageLayout<kRows, Major::MN> {
 // accumulators, or adds them to what these hold if `kAdds`. `row_half` and `column_half` say which
 // part of a stage this warpgroup takes. `meanwhile` runs when there are products enough under way
 // to cover a trip to memory.
-template <int kColumns, int kCluster, Major kMajorA, Major kMajorB, bool kAdds, typename Meanwhile>
+template <int kColumns, Major kMajorA, Major kMajorB, bool kAdds, typename Meanwhile>
 __device__ __forceinline__ void multiply(SharedStorage& shared, StageCursor& cursor, Watch& watch,
                                          int steps, int row_half, int column_half,
                                          float (&accumulators)[kAccumulators],
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, StageCursor& cur
     }
     warpgroup_commit_batch();
   };
-  const auto release = [&](int stage) { arrive_in_cluster<kCluster>(shared.empty[stage]); };
+  const auto release = [&](int stage) { arrive_in_cluster(shared.empty[stage]); };
 
   mma.accumulate_ = kAdds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
   if constexpr (kAdds) {

@@ -51,8 +51,7 @@ struct alignas(1024) SharedStorage {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
 // By one thread of the block.
-template <int kCluster>
-__device__ void init_barriers(SharedStorage& shared) {
+__device__ inline void init_barriers(SharedStorage& shared) {
   for (int stage = 0; stage < kStages; ++stage) {
     shared.full[stage].init(kFillArrivals);
     shared.empty[stage].init(kConsumerWarps * kCluster);
@@ -66,11 +65,10 @@ __device__ void init_barriers(SharedStorage& shared) {
 }
 
 // A warp's arrival at the same barrier of every block of the cluster. All lanes call it.
-template <int kCluster>
-__device__ void arrive_in_cluster(const Barrier& barrier) {
+__device__ inline void arrive_in_cluster(const Barrier& barrier) {
   const int lane = threadIdx.x % kWarp;
   if (lane < kCluster) {
-    kCluster == 1 ? barrier.arrive() : barrier.arrive(lane);
+    barrier.arrive(lane);
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include "core/plan.h"
 #include "device/warp.cuh"
-#include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 #include "sm90/rows.cuh"
@@ -12,7 +11,10 @@
 // any moment all ranks pull from all others, though the rows of an expert come rank by rank.
 namespace mok::sm90 {
 
-__device__ inline void pull_tokens(const ForwardParams& params, int warp, int warps) {
+// Calls copy(where the peer's arena begins, place of the row there, place of the row here) for each
+// token, in elements; all lanes call it.
+template <typename Params, typename Copy>
+__device__ void pull_tokens(const Params& params, int warp, int warps, const Copy& copy) {
   if (params.pulled == nullptr || *params.fault != 0) {
     return;
   }
@@ -34,10 +36,8 @@ __device__ inline void pull_tokens(const ForwardParams& params, int warp, int wa
       const int next = __ffs(left) - 1;
       const int32_t token = __shfl_sync(kAllLanes, own_token, next);
       const int32_t rank = token / params.tokens;
-      const int64_t in_rank = token - rank * params.tokens;
-      const char* const peer_x = params.bases[rank] + params.x_offset;
-      copy_row(reinterpret_cast<const Bits16*>(peer_x) + in_rank * params.hidden,
-               params.received + int64_t{token} * params.hidden, params.hidden);
+      copy(params.bases[rank], int64_t{token - rank * params.tokens} * params.hidden,
+           int64_t{token} * params.hidden);
       __syncwarp();
       if (lane == next) {
         add_release(params.pulled + row / kTileRows, 1);

@@ -30,7 +30,8 @@ __device__ inline const Bits16* token_of(const ForwardParams& params, int32_t sl
 }
 
 // The home slot of a choice, given by its global number.
-__device__ inline Bits16* home_of(const ForwardParams& params, int32_t slot) {
+template <typename Params>
+__device__ Bits16* home_of(const Params& params, int32_t slot) {
   const int32_t rank = slot / params.choices;
   const int64_t choice = slot - rank * params.choices;
   Bits16* const slots = params.bases == nullptr

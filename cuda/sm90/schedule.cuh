@@ -3,10 +3,11 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "core/plan.h"
+#include "device/clock.cuh"
 #include "device/warp.cuh"
 #include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
-#include "sm90/rows.cuh"
+#include "sm90/ptx.cuh"
 
 // The scheduling warp: claims the next item of the work list for its cluster, waits until whatever
 // the item reads is there, finds its rows, and hands it to those who load and multiply.
@@ -15,18 +16,22 @@
 // neighbours in the list, and share rows and weights in the L2 cache.
 namespace mok::sm90 {
 
-template <int kCluster>
-class Scheduler {
+// What the kernels' scheduling warps have in common.
+template <typename Params>
+class SchedulerBase {
  public:
-  __device__ Scheduler(const ForwardParams& params, SharedStorage& shared, int block_in_cluster)
+  __device__ SchedulerBase(const Params& params, SharedStorage& shared, int block_in_cluster)
       : params_(params),
         shared_(shared),
         block_(block_in_cluster),
         lane_(threadIdx.x % kWarp),
         watch_{global_nanoseconds() + params.timeout_ns} {}
 
-  __device__ void run() {
-    const ItemRange range = *params_.fault != 0 ? ItemRange{} : *params_.range;
+ protected:
+  // Hands out the items of the range; prepare(item, assignment) waits for what one reads and
+  // finds its rows.
+  template <typename Prepare>
+  __device__ void hand_out(const ItemRange& range, const Prepare& prepare) {
     while (true) {
       Assignment& assignment = shared_.assignments[cursor_.index];
       wait(shared_.taken[cursor_.index], cursor_.parity ^ 1, watch_);
@@ -40,9 +45,7 @@ class Scheduler {
       WorkItem item{.flags = WorkItem::kStopFlag};
       if (index < range.end) {
         item = params_.items[index];
-        const BlockWork work = block_work(item, block_);
-        find_rows(work, assignment.rows);
-        await_inputs(work);
+        prepare(item, assignment);
       }
       if (lane_ == 0) {
         assignment.item = item;
@@ -57,6 +60,41 @@ class Scheduler {
       cursor_.advance();
     }
   }
+
+  // Where the block's rows begin that are read or written: find(slot, row in the plan), or null for
+  // padding.
+  template <typename Find>
+  __device__ void find_rows(const BlockWork& work, Element** rows, const Find& find) const {
+    const int32_t* const sources = params_.row_source + work.tile * kTileRows;
+#pragma unroll
+    for (int i = 0; i < kBlockRows / kWarp; ++i) {
+      const int row = i * kWarp + lane_;
+      const int32_t slot = row < work.tiles * kTileRows ? sources[row] : kPadding;
+      const Bits16* const begin = slot < 0 ? nullptr : find(slot, work.tile * kTileRows + row);
+      rows[row] = reinterpret_cast<Element*>(const_cast<Bits16*>(begin));
+    }
+  }
+
+  // Until the peers' tokens of all tiles before `end` have been pulled.
+  __device__ void await_tokens(int32_t end) {
+    if (params_.pulled == nullptr) {
+      return;
+    }
+    for (uint32_t tries = 1; there_ < end && !__any_sync(kAllLanes, watch_.late); ++tries) {
+      const int32_t tile = there_ + lane_;
+      const bool is_there =
+          tile >= end || load_acquire(params_.pulled + tile) >= __popcll(params_.to_pull[tile]);
+      const unsigned missing = __ballot_sync(kAllLanes, !is_there);
+      there_ = tiles_known(there_, end, missing);
+      watch_.tried(tries);
+    }
+  }
+
+  const Params& params_;
+  SharedStorage& shared_;
+  const int block_;
+  const int lane_;
+  Watch watch_;
 
  private:
   // The same index in all blocks of the cluster.
@@ -81,67 +119,7 @@ class Scheduler {
     return *static_cast<volatile uint32_t*>(&index);
   }
 
-  // Where the block's rows begin that are read (gate/up: tokens) or written (down: home slots or
-  // outputs); null for padding.
-  __device__ void find_rows(const BlockWork& work, Element** rows) const {
-    const int32_t* const sources = params_.row_source + work.tile * kTileRows;
-#pragma unroll
-    for (int i = 0; i < kBlockRows / kWarp; ++i) {
-      const int row = i * kWarp + lane_;
-      const int32_t slot = row < work.tiles * kTileRows ? sources[row] : kPadding;
-      const bool is_down = work.product == Product::kDown;
-      const RowRing& ring = is_down ? params_.outputs : params_.dispatched;
-      if (slot < 0) {
-        rows[row] = nullptr;
-      } else if (ring.rows != nullptr) {
-        rows[row] = element_pointer(place_in(ring, work.tile * kTileRows + row, params_.hidden));
-      } else {
-        rows[row] = element_pointer(is_down ? home_of(params_, slot) : token_of(params_, slot));
-      }
-    }
-  }
-
-  __device__ static Element* element_pointer(const Bits16* address) {
-    return reinterpret_cast<Element*>(const_cast<Bits16*>(address));
-  }
-
-  __device__ void await_inputs(const BlockWork& work) {
-    if (work.product == Product::kDown) {
-      if (lane_ < work.tiles) {
-        wait_for_count(params_.hidden_ready + work.tile + lane_,
-                       params_.gate_up_columns * kConsumerWarps, watch_);
-      }
-    } else {
-      // The hidden rows that lay in the tiles' place of the ring have been read.
-      if (lane_ < work.tiles && work.tile + lane_ >= params_.ring_tiles) {
-        wait_for_count(params_.down_done + work.tile + lane_ - params_.ring_tiles,
-                       params_.down_columns, watch_);
-      }
-      if (params_.pulled != nullptr) {
-        await_tokens(work.tile + work.tiles);
-      }
-    }
-    __syncwarp();
-  }
-
-  // Until the peers' tokens of all tiles before `end` have been pulled.
-  __device__ void await_tokens(int32_t end) {
-    for (uint32_t tries = 1; there_ < end && !__any_sync(kAllLanes, watch_.late); ++tries) {
-      const int32_t tile = there_ + lane_;
-      const bool is_there =
-          tile >= end || load_acquire(params_.pulled + tile) >= __popcll(params_.to_pull[tile]);
-      const unsigned missing = __ballot_sync(kAllLanes, !is_there);
-      there_ = tiles_known(there_, end, missing);
-      watch_.tried(tries);
-    }
-  }
-
-  const ForwardParams& params_;
-  SharedStorage& shared_;
-  const int block_;
-  const int lane_;
   AssignmentCursor cursor_;
-  Watch watch_;
   bool is_first_ = true;
   int32_t there_ = 0;  // tiles whose tokens are known to be there
 };

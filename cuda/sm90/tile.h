@@ -16,7 +16,7 @@ constexpr int kStages = 4;
 
 constexpr int kWarpRows = 16;        // rows of one warp in the accumulator of a warpgroup
 constexpr int kBytesPerElement = 2;  // bf16
-constexpr int kForwardCluster = 2;   // blocks
+constexpr int kCluster = 2;          // blocks
 
 MOK_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,341 @@
+#pragma once
+
+#include "sm90/backward.h"
+#include "sm90/backward_epilogue.cuh"
+#include "sm90/multiplier.cuh"
+
+// What the backward kernel does with its products: gradients and weighted hidden rows for the
+// rings, the input's gradient for the home slots, the weights' gradients.
+namespace mok::sm90 {
+
+class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardParams> {
+ public:
+  __device__ BackwardMultiplier(const BackwardParams& params, SharedStorage& shared,
+                                int block_in_cluster, int half)
+      : MultiplierBase(params, shared, block_in_cluster, half),
+        blocks_(params.inner / kPanelColumns) {}
+
+  __device__ __forceinline__ void run() { perform_items(); }
+
+  __device__ __forceinline__ void perform(const Assignment& assignment, const Barrier& taken,
+                                          float (&accumulators)[kAccumulators]) {
+    const WorkItem item = assignment.item;
+    const BackwardProduct product = product_of(item);
+    const BlockWork work = block_work(item, block_);
+    const int begin_tile = assignment.begin_tile;
+    const int end_tile = assignment.end_tile;
+    if (product != BackwardProduct::kInput) {
+      __syncwarp();
+      arrive_in_cluster(taken);
+    }
+    switch (product) {
+      case BackwardProduct::kReplay:
+        multiply_tiles<Major::MN>(work, params_.hidden / kBlockDepth, accumulators);
+        keep_replayed(work, accumulators);
+        break;
+      case BackwardProduct::kHidden:
+        multiply_tiles<Major::K>(work, params_.hidden / kBlockDepth, accumulators);
+        store_hidden_gradients(work, wave_of(item), accumulators);
+        break;
+      case BackwardProduct::kInput: {
+        multiply_tiles<Major::K>(work, 2 * blocks_, accumulators);
+        Element* rows[kStores];
+        read_homes(work, assignment, rows);
+        arrive_in_cluster(taken);
+        if (work.column_block < params_.shape.input_columns) {
+          push(work, rows, accumulators);
+        }
+        if (work.column_block == 0 && (work.tiles == kBlockTiles || half_ == 0)) {
+          push_weight_gradients(tile_of(work));
+        }
+        count_wave_item(wave_of(item));
+        break;
+      }
+      default:
+        multiply_weights(product, item, begin_tile, end_tile, accumulators);
+        count_wave_item(wave_of(item));
+    }
+  }
+
+ private:
+  struct RowWeights {
+    float upper;  // router weights of row lane / 4 of the warp's 16,
+    float lower;  // and of the row eight below
+  };
+
+  __device__ int ring_tile(int tile) const { return tile % params_.shape.work.ring_tiles; }
+
+  // Of 64 columns of a tile's pre-activations or gradients: [gate, up][64][64] elements.
+  __device__ int64_t block_offset(int tile, int block) const {
+    return (int64_t{tile} * blocks_ + block) * 2 * kTileRows * kPanelColumns;
+  }
+  // What this thread holds of it, in the order of ForwardParams::saved.
+  __device__ int fragment_offset(int group) const {
+    return ((warp_ * kPanelGroups + group) * kWarp + lane_) * 8;
+  }
+
+  __device__ RowWeights weights_of(const BlockWork& work) const {
+    const int row = tile_of(work) * kTileRows + warp_ * kWarpRows + lane_ / 4;
+    const auto weight_of = [&](int32_t slot) { return slot < 0 ? 0.0f : params_.weights[slot]; };
+    return {weight_of(params_.row_source[row]), weight_of(params_.row_source[row + 8])};
+  }
+
+  __device__ __forceinline__ void keep_replayed(const BlockWork& work,
+                                                float (&accumulators)[kAccumulators]) {
+    if (work.column_block >= params_.shape.replay_columns) {
+      return;
+    }
+    const bool two_tiles = work.tiles == kBlockTiles;
+    const int tile = tile_of(work);
+    const int first_block = work.column_block * 2 + (two_tiles ? 0 : half_);
+    announce();
+    if (params_.clamp.is_finite()) {
+      keep_sides_of_clamp(accumulators, params_.clamp);
+    }
+#pragma unroll
+    for (int panel = 0; panel < kPanels / 2; ++panel) {
+      if ((panel == 0 || two_tiles) && first_block + panel < blocks_) {
+        const float* const gates = accumulators + panel * 2 * kPanelAccumulators;
+        const float* const ups = gates + kPanelAccumulators;
+        Bits16* const block =
+            params_.gradient_ring + block_offset(ring_tile(tile), first_block + panel);
+#pragma unroll
+        for (int group = 0; group < kPanelGroups; ++group) {
+          Bits16* const place = block + fragment_offset(group);
+          *reinterpret_cast<uint4*>(place) = pack_group(gates, group);
+          *reinterpret_cast<uint4*>(place + kTileRows * kPanelColumns) = pack_group(ups, group);
+        }
+      }
+    }
+    announce_later(params_.replayed + tile, two_tiles ? 2 : 1);
+  }
+
+  __device__ __forceinline__ void store_hidden_gradients(
+      const BlockWork& work, int wave, const float (&accumulators)[kAccumulators]) {
+    if (work.column_block >= params_.shape.hidden_columns) {
+      return;
+    }
+    const bool two_tiles = work.tiles == kBlockTiles;
+    const int tile = tile_of(work);
+    const int first_block = work.column_block * kPanels + (two_tiles ? 0 : half_ * (kPanels / 2));
+    announce();
+    const RowWeights weights = weights_of(work);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0 || two_tiles) {
+        RowWeights dots{0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < kPanels / 2; ++i) {
+          const int panel = half * (kPanels / 2) + i;
+          if (first_block + panel < blocks_) {
+            store_panel(tile, first_block + panel, wave, weights,
+                        accumulators + panel * kPanelAccumulators, dots);
+          }
+        }
+        keep_dots(tile, first_block / 2 + half, dots);
+      }
+    }
+    announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
+  }
+
+  // 64 columns of I of a tile: reads the pre-activations and writes, over them if they have been
+  // replayed, the gradients, then the weighted hidden rows.
+  __device__ __forceinline__ void store_panel(int tile, int block, int wave,
+                                              const RowWeights& weights, const float* d_hidden,
+                                              RowWeights& dots) {
+    const bool is_replayed = params_.waves[wave].replays != 0;
+    const Bits16* const stored = is_replayed
+                                     ? params_.gradient_ring + block_offset(ring_tile(tile), block)
+                                     : params_.saved + block_offset(tile, block);
+    Element* const d_gates = staging(0);
+    Element* const d_ups = staging(1);
+    uint32_t hidden[kPanelGroups][kGroupWords];
+    if (lane_ == 0) {
+      cute::tma_store_wait<0>();  // the staging buffers have been read
+    }
+    __syncwarp();
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      const Bits16* const place = stored + fragment_offset(group);
+      const uint4 gate_words = __ldcg(reinterpret_cast<const uint4*>(place));
+      const uint4 up_words =
+          __ldcg(reinterpret_cast<const uint4*>(place + kTileRows * kPanelColumns));
+      const uint32_t gates[kGroupWords] = {gate_words.x, gate_words.y, gate_words.z, gate_words.w};
+      const uint32_t ups[kGroupWords] = {up_words.x, up_words.y, up_words.z, up_words.w};
+      uint32_t d_gate[kGroupWords], d_up[kGroupWords];
+#pragma unroll
+      for (int i = 0; i < kGroupWords; ++i) {
+        const float* const values = d_hidden + (group * kGroupWords + i) * 2;
+        const float weight = i % 2 == 0 ? weights.upper : weights.lower;
+        float& dot = i % 2 == 0 ? dots.upper : dots.lower;
+        const SwigluGradient first =
+            swiglu_gradient(low_bf16(gates[i]), low_bf16(ups[i]), __fmul_rn(weight, values[0]),
+                            params_.clamp.limit);
+        const SwigluGradient second =
+            swiglu_gradient(high_bf16(gates[i]), high_bf16(ups[i]), __fmul_rn(weight, values[1]),
+                            params_.clamp.limit);
+        dot = __fadd_rn(dot, __fmul_rn(first.hidden, values[0]));
+        dot = __fadd_rn(dot, __fmul_rn(second.hidden, values[1]));
+        d_gate[i] = pack_bf16(first.d_gate, second.d_gate);
+        d_up[i] = pack_bf16(first.d_up, second.d_up);
+        hidden[group][i] =
+            pack_bf16(__fmul_rn(weight, first.hidden), __fmul_rn(weight, second.hidden));
+      }
+      stage_group(d_gates, group, [&](int i) { return d_gate[i]; });
+      stage_group(d_ups, group, [&](int i) { return d_up[i]; });
+    }
+    const int row = (ring_tile(tile) * blocks_ + block) * 2 * kTileRows + warp_ * kWarpRows;
+    fence_proxies_global();  // the places that are written have been read in the ordinary way
+    store_hidden(&params_.gradient_warps, d_gates, 0, row);
+    store_hidden(&params_.gradient_warps, d_ups, 0, row + kTileRows);
+    if (lane_ == 0) {
+      cute::tma_store_wait<0>();
+    }
+    __syncwarp();
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      stage_group(d_gates, group, [&](int i) { return hidden[group][i]; });
+    }
+    store_hidden(&params_.hidden_warps, d_gates, 0,
+                 (ring_tile(tile) * blocks_ + block) * kTileRows + warp_ * kWarpRows);
+  }
+
+  // Sums over 128 columns of I, always: whichever warps share a tile, the router weights' gradients
+  // are sums of the same parts.
+  __device__ void keep_dots(int tile, int part, RowWeights dots) {
+    dots = {sum_of_quad(dots.upper), sum_of_quad(dots.lower)};
+    if (lane_ % 4 == 0 && part < params_.shape.replay_columns) {
+      const int row = ring_tile(tile) * kTileRows + warp_ * kWarpRows + lane_ / 4;
+      float* const parts = params_.dot_parts + int64_t{row} * params_.shape.replay_columns + part;
+      parts[0] = dots.upper;
+      parts[int64_t{8} * params_.shape.replay_columns] = dots.lower;
+    }
+  }
+
+  // The router weights' gradients of a tile's rows, from their parts in ascending order.
+  __device__ void push_weight_gradients(int tile) {
+    if (lane_ >= kWarpRows) {
+      return;
+    }
+    const int in_tile = warp_ * kWarpRows + lane_;
+    const int32_t slot = params_.row_source[tile * kTileRows + in_tile];
+    if (slot < 0 || watch_.late) {
+      return;
+    }
+    const int64_t row = ring_tile(tile) * kTileRows + in_tile;
+    const float* const parts = params_.dot_parts + row * params_.shape.replay_columns;
+    float sum = 0.0f;
+    for (int part = 0; part < params_.shape.replay_columns; ++part) {
+      sum = __fadd_rn(sum, __ldcg(parts + part));
+    }
+    const int32_t rank = slot / params_.choices;
+    float* const home =
+        params_.bases == nullptr
+            ? params_.own_d_weight
+            : reinterpret_cast<float*>(params_.bases[rank] + params_.d_weight_offset);
+    home[slot - rank * params_.choices] = sum;
+  }
+
+  __device__ __forceinline__ void multiply_weights(BackwardProduct product, const WorkItem& item,
+                                                   int begin_tile, int end_tile,
+                                                   float (&accumulators)[kAccumulators]) {
+    const bool is_down = product == BackwardProduct::kDownWeights;
+    const bool is_first = begin_tile == params_.expert_tile[item.expert];
+    const bool is_last = end_tile == params_.expert_tile[item.expert + 1];
+    const int columns = params_.shape.replay_columns + params_.shape.down_columns;
+    const int column = item.column_block + (is_down ? params_.shape.replay_columns : 0);
+    // Waves write the partial sums of the expert astride their end and read those of the one
+    // astride their begin by turns in two halves: in a wave both may be under way at once.
+    constexpr int kVectorsOfThread = kAccumulators / 4;
+    constexpr int kThreadsOfBlock = kConsumerWarps * kWarp;
+    const int64_t half =
+        int64_t{params_.shape.items_of_expert()} * kCluster * kVectorsOfThread * kThreadsOfBlock;
+    const int64_t place = ((int64_t{item.first_tile} * columns + column) * kCluster + block_) *
+                              kVectorsOfThread * kThreadsOfBlock +
+                          half_ * kWarpgroup + warp_ * kWarp + lane_;
+    const int written = wave_of(item) % 2;
+    if (is_first) {
+#pragma unroll
+      for (float& value : accumulators) {
+        value = 0.0f;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectorsOfThread; ++i) {
+        const float4 part =
+            __ldcg(params_.dw_parts + (1 - written) * half + place + i * kThreadsOfBlock);
+        accumulators[4 * i] = part.x;
+        accumulators[4 * i + 1] = part.y;
+        accumulators[4 * i + 2] = part.z;
+        accumulators[4 * i + 3] = part.w;
+      }
+    }
+    if (begin_tile < end_tile) {
+      await(shared_.full[cursor_.index], cursor_.parity);
+      multiply<kBlockColumns, Major::MN, Major::MN, true>(shared_, cursor_, watch_,
+                                                          end_tile - begin_tile, half_, 0,
+                                                          accumulators, [&] { announce(); });
+    }
+    if (!is_last) {
+#pragma unroll
+      for (int i = 0; i < kVectorsOfThread; ++i) {
+        __stcg(params_.dw_parts + written * half + place + i * kThreadsOfBlock,
+               {accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2],
+                accumulators[4 * i + 3]});
+      }
+      return;
+    }
+    const int first_row = (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows +
+                          warp_ * kWarpRows + lane_ / 4;
+    if (params_.dw_is_f32) {
+      store_weights<float>(is_down, item, first_row, accumulators);
+    } else {
+      store_weights<Element>(is_down, item, first_row, accumulators);
+    }
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void store_weights(bool is_down, const WorkItem& item, int first_row,
+                                                const float (&accumulators)[kAccumulators]) const {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const int first_column =
+          (is_down ? item.column_block * kBlockColumns + panel * kPanelColumns
+                   : item.column_block * (kBlockColumns / 2) + panel / 2 * kPanelColumns) +
+          lane_ % 4 * 2;
+      if (first_column >= params_.inner) {
+        continue;
+      }
+      Out* const matrix = static_cast<Out*>(is_down          ? params_.d_down
+                                            : panel % 2 == 0 ? params_.d_gate
+                                                             : params_.d_up) +
+                          int64_t{item.expert} * params_.hidden * params_.inner;
+      // Where row and column have to go, both ways.
+      const int64_t row_step = is_down ? 1 : params_.inner;
+      const int64_t column_step = is_down ? params_.hidden : 1;
+#pragma unroll
+      for (int i = 0; i < kPanelAccumulators; i += 2) {
+        const int row = first_row + (i / 2 % 2) * 8;
+        const int column = first_column + i / 4 * 8;
+        if (row < params_.hidden) {
+          Out* const place = matrix + row * row_step + column * column_step;
+          const float* const pair = accumulators + panel * kPanelAccumulators + i;
+          place[0] = static_cast<Out>(pair[0]);
+          place[column_step] = static_cast<Out>(pair[1]);
+        }
+      }
+    }
+  }
+
+  // This warp has read of the rings what the item needs, and written its partial sums.
+  __device__ void count_wave_item(int wave) {
+    __syncwarp();
+    if (lane_ == 0) {
+      add_release(params_.wave_done + wave, 1);
+    }
+  }
+
+  const int blocks_;  // of 64 columns of I
+};
+
+}  // namespace mok::sm90

@@ -1,0 +1,99 @@
+#pragma once
+
+#include "sm90/forward.h"
+#include "sm90/multiplier.cuh"
+
+// What the forward kernel does with its products: SwiGLU and the ring of hidden rows, or the places
+// of output rows.
+namespace mok::sm90 {
+
+class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams> {
+ public:
+  using MultiplierBase::MultiplierBase;
+
+  __device__ __forceinline__ void run() { perform_items(); }
+
+  __device__ __forceinline__ void perform(const Assignment& assignment, const Barrier& taken,
+                                          float (&accumulators)[kAccumulators]) {
+    const BlockWork work = block_work(assignment.item, block_);
+    const bool is_down = work.product == Product::kDown;
+    if (!is_down) {
+      __syncwarp();
+      arrive_in_cluster(taken);
+    }
+    const int depth = is_down ? params_.inner : params_.hidden;
+    multiply_tiles<Major::MN>(work, depth / kBlockDepth, accumulators);
+    if (!is_down) {
+      store_gate_up(work, accumulators);
+      return;
+    }
+    Element* rows[kStores];
+    read_homes(work, assignment, rows);
+    arrive_in_cluster(taken);
+    if (work.column_block < params_.down_columns) {
+      release_ring(work);
+      push(work, rows, accumulators);
+    }
+  }
+
+ private:
+  __device__ void store_gate_up(const BlockWork& work, float (&accumulators)[kAccumulators]) {
+    if (work.column_block >= params_.gate_up_columns) {
+      return;
+    }
+    const bool two_tiles = work.tiles == kBlockTiles;
+    const int tile = tile_of(work);
+    const int ring_row = tile % params_.ring_tiles * kTileRows + warp_ * kWarpRows;
+    const int column =
+        work.column_block * (kBlockColumns / 2) + (two_tiles ? 0 : half_ * kPanelColumns);
+    announce();  // if there was no occasion
+    if (params_.clamp.is_finite()) {
+      keep_sides_of_clamp(accumulators, params_.clamp);
+    }
+#pragma unroll
+    for (int panel = 0; panel < kPanels / 2; ++panel) {
+      if (panel == 0 || two_tiles) {
+        const float* const gates = accumulators + panel * 2 * kPanelAccumulators;
+        const float* const ups = gates + kPanelAccumulators;
+        const int panel_column = column + panel * kPanelColumns;
+        Element* const buffer = staging(panel);
+#pragma unroll
+        for (int group = 0; group < kPanelGroups; ++group) {
+          stage_group(buffer, group, [&](int i) {
+            return swiglu_pair(pack_pair(gates, group, i), pack_pair(ups, group, i),
+                               params_.clamp.limit);
+          });
+        }
+        store_hidden(&params_.hidden_warps, buffer, panel_column, ring_row);
+        if (tile < params_.saved_tiles && panel_column < params_.inner) {
+          save_panel(gates, ups, tile, panel_column);
+        }
+      }
+    }
+    // Four warps write a tile of two panels, or eight warps a panel each: equal weight in sum.
+    announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
+  }
+
+  // Keeps this thread's pre-activations of a panel; see ForwardParams::saved.
+  __device__ void save_panel(const float* gates, const float* ups, int tile, int column) const {
+    constexpr int kPanelVectors = kTileRows * kPanelColumns / 8;
+    const int64_t panel = int64_t{tile} * (params_.inner / kPanelColumns) + column / kPanelColumns;
+    uint4* const place = reinterpret_cast<uint4*>(params_.saved) + panel * 2 * kPanelVectors +
+                         warp_ * kPanelGroups * kWarp + lane_;
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      __stcs(place + group * kWarp, pack_group(gates, group));
+      __stcs(place + kPanelVectors + group * kWarp, pack_group(ups, group));
+    }
+  }
+
+  // This block has read the tile's hidden rows for one column block.
+  __device__ void release_ring(const BlockWork& work) {
+    if (half_ == 0 && warp_ == 0 && lane_ < work.tiles &&
+        work.tile + lane_ + params_.ring_tiles < *params_.tile_count) {
+      add_release(params_.down_done + work.tile + lane_, 1);
+    }
+  }
+};
+
+}  // namespace mok::sm90

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "sm90/rows.cuh"
+#include "sm90/schedule.cuh"
+
+// What the forward kernel's items wait for, and their rows.
+namespace mok::sm90 {
+
+class ForwardScheduler : SchedulerBase<ForwardParams> {
+ public:
+  using SchedulerBase::SchedulerBase;
+
+  __device__ void run() {
+    const ItemRange range = *params_.fault != 0 ? ItemRange{} : *params_.range;
+    hand_out(range, [&](const WorkItem& item, Assignment& assignment) {
+      const BlockWork work = block_work(item, block_);
+      const bool is_down = work.product == Product::kDown;
+      const RowRing& ring = is_down ? params_.outputs : params_.dispatched;
+      find_rows(work, assignment.rows, [&](int32_t slot, int32_t row) -> const Bits16* {
+        if (ring.rows != nullptr) {
+          return place_in(ring, row, params_.hidden);
+        }
+        return is_down ? home_of(params_, slot) : token_of(params_, slot);
+      });
+      await_inputs(work);
+    });
+  }
+
+ private:
+  __device__ void await_inputs(const BlockWork& work) {
+    if (work.product == Product::kDown) {
+      if (lane_ < work.tiles) {
+        wait_for_count(params_.hidden_ready + work.tile + lane_,
+                       params_.gate_up_columns * kConsumerWarps, watch_);
+      }
+    } else {
+      // The hidden rows that lay in the tiles' place of the ring have been read.
+      if (lane_ < work.tiles && work.tile + lane_ >= params_.ring_tiles) {
+        wait_for_count(params_.down_done + work.tile + lane_ - params_.ring_tiles,
+                       params_.down_columns, watch_);
+      }
+      await_tokens(work.tile + work.tiles);
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace mok::sm90
