@@ -43,6 +43,7 @@ struct Workspace {
   int32_t* link_failed;
   int32_t* kernel_failed;
   int32_t* counts;  // of no plan: the forward call has reported its counts
+  uint16_t* zeros;  // [hidden]
   uint32_t* next_item;
   uint32_t* replayed;      // [tiles]
   uint32_t* hidden_ready;  // [tiles]
@@ -63,6 +64,8 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.list.items = parts.take<WorkItem>(max_backward_items(plan, shape));
   space.list.waves = parts.take<BackwardWave>(waves + 1);
   space.list.tile_count = parts.take<int32_t>(1);
+  space.list.x_rows = parts.take<const uint16_t*>(tiles * kTileRows);
+  space.list.dy_rows = parts.take<const uint16_t*>(tiles * kTileRows);
   space.list.first_row = has_peers ? parts.take<int32_t>(plan.ranks * plan.tokens) : nullptr;
   space.gradient_ring = parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
   space.hidden_ring = parts.take<uint16_t>(sizes.ring_rows * sizes.inner);
@@ -86,6 +89,7 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.kernel_failed = parts.take<int32_t>(1);
   space.counts = parts.take<int32_t>(kPlanCounts);
   space.list.counts = parts.take<int32_t>(2);
+  space.zeros = parts.take<uint16_t>(sizes.hidden);
   space.next_item = parts.take<uint32_t>(1);
   space.replayed = parts.take<uint32_t>(tiles);
   space.hidden_ready = parts.take<uint32_t>(tiles);
@@ -96,6 +100,20 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
 
   space.bytes = parts.used();
   return space;
+}
+
+template <typename Gradient>
+bool encode_gradients(const BackwardCall& call, BackwardParams* params) {
+  const int64_t experts = call.sizes.plan.local_experts();
+  const int64_t hidden = call.sizes.hidden, inner = call.sizes.inner;
+  const auto encode = [](CUtensorMap* map, const void* data, int64_t rows, int64_t columns,
+                         int box_rows) {
+    return encode_matrix(map, static_cast<const Gradient*>(data), rows, columns, box_rows);
+  };
+  return encode(&params->d_gate, call.d_gate, experts * hidden, inner, kTileRows) &&
+         encode(&params->d_up, call.d_up, experts * hidden, inner, kTileRows) &&
+         encode(&params->d_down, call.d_down, experts * inner, hidden,
+                kSwizzleBytes / sizeof(Gradient));
 }
 
 bool encode_maps(const BackwardCall& call, const Workspace& space, BackwardParams* params) {
@@ -111,7 +129,9 @@ bool encode_maps(const BackwardCall& call, const Workspace& space, BackwardParam
          encode_matrix(&params->gradient_blocks, gradients, 2 * rows, kPanelColumns, kTileRows) &&
          encode_matrix(&params->gradient_warps, gradients, 2 * rows, kPanelColumns, kWarpRows) &&
          encode_matrix(&params->hidden_blocks, weighted, rows, kPanelColumns, kTileRows) &&
-         encode_matrix(&params->hidden_warps, weighted, rows, kPanelColumns, kWarpRows);
+         encode_matrix(&params->hidden_warps, weighted, rows, kPanelColumns, kWarpRows) &&
+         (call.dw_is_f32 ? encode_gradients<float>(call, params)
+                         : encode_gradients<uint16_t>(call, params));
 }
 
 }  // namespace
@@ -151,8 +171,6 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   if (!encode_maps(call, space, &params)) {
     return "the driver refuses the tensor maps of these shapes";
   }
-  params.x = call.x;
-  params.dy = call.dy;
   params.received_x = space.received_x;
   params.received_dy = space.received_dy;
   params.weights = arena == nullptr ? call.weights : space.weights;
@@ -167,6 +185,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.slots_offset = layout.combine();
   params.d_weight_offset = layout.d_weights();
   params.row_source = call.row_source;
+  params.x_rows = space.list.x_rows;
+  params.dy_rows = space.list.dy_rows;
   params.expert_tile = call.expert_tile;
   params.items = space.list.items;
   params.item_count = space.list.counts;
@@ -181,9 +201,6 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.fault = space.kernel_failed;
   params.skip = space.link_failed;
   params.dot_parts = space.dot_parts;
-  params.d_gate = call.d_gate;
-  params.d_up = call.d_up;
-  params.d_down = call.d_down;
   params.dw_parts = space.dw_parts;
   params.dw_is_f32 = call.dw_is_f32 ? 1 : 0;
   params.hidden = static_cast<int32_t>(sizes.hidden);
@@ -215,8 +232,13 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
            cudaMemcpyAsync(space.weights, arena->own + layout.routes(),
                            sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
   }
-  launch("work list", list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile,
-                                    call.row_source, space.list, space.link_failed, stream));
+  launch("work list",
+         list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile, call.row_source,
+                       {.x = {call.x, space.received_x},
+                        .dy = {call.dy, space.received_dy},
+                        .zeros = space.zeros,
+                        .width = sizes.hidden},
+                       space.list, space.link_failed, stream));
   launch("backward", launch_backward(params, device.backward_clusters, stream));
   const uint16_t* slots = space.own_slots;
   const float* d_weights = space.own_d_weights;

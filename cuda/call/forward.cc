@@ -15,7 +15,7 @@ namespace {
 
 using namespace mok::sm90;
 
-bool encode_maps(const ForwardCall& call, const void* ring, ForwardParams* params) {
+bool encode_maps(const ForwardCall& call, const uint16_t* ring, ForwardParams* params) {
   const ForwardShape& shape = call.shape;
   const int64_t experts = shape.plan.local_experts();
   return encode_matrix(&params->gate, call.gate, experts * shape.hidden, shape.inner,

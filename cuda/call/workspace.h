@@ -36,10 +36,10 @@ struct Workspace {
   int32_t* plan_scratch;
   uint64_t* to_pull;  // [tiles], within the part that is set to zero; only if tokens are pulled
   WorkList list;
-  void* hidden_ring;    // [ring_rows, inner]
-  uint16_t* received;   // [ranks, tokens, hidden]; only if tokens are pulled
-  uint16_t* own_slots;  // [tokens, top_k, hidden]; only without peers, if combine pushes
-  uint16_t* outputs;    // [max_rows, hidden]; only without peers, if combine pulls
+  uint16_t* hidden_ring;  // [ring_rows, inner]
+  uint16_t* received;     // [ranks, tokens, hidden]; only if tokens are pulled
+  uint16_t* own_slots;    // [tokens, top_k, hidden]; only without peers, if combine pushes
+  uint16_t* outputs;      // [max_rows, hidden]; only without peers, if combine pulls
 
   // Only for the composed pass: a wave's rows.
   uint16_t* dispatched;   // [ring_rows, hidden]

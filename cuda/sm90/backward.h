@@ -29,9 +29,12 @@ struct BackwardParams {
   CUtensorMap hidden_blocks;
   CUtensorMap hidden_warps;
 
-  const Bits16* x;       // [tokens, hidden] of this rank
-  const Bits16* dy;      // [tokens, hidden] of this rank
-  Bits16* received_x;    // [ranks, tokens, hidden] the peers', pulled
+  // The weights' gradients, in boxes of 128 bytes a row.
+  CUtensorMap d_gate;
+  CUtensorMap d_up;
+  CUtensorMap d_down;
+
+  Bits16* received_x;    // [ranks, tokens, hidden] the peers' tokens, pulled
   Bits16* received_dy;   // likewise
   const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
   const Bits16* saved;   // pre-activations as ForwardParams::saved
@@ -48,6 +51,8 @@ struct BackwardParams {
   int64_t d_weight_offset;
 
   const int32_t* row_source;
+  const Bits16* const* x_rows;  // [rows] where the rows' tokens lie; zeros where there is none
+  const Bits16* const* dy_rows;
   const int32_t* expert_tile;
   const WorkItem* items;
   const int32_t* item_count;
@@ -62,10 +67,7 @@ struct BackwardParams {
   int32_t* fault;          // set to 1 when a wait has expired
   const int32_t* skip;     // nothing is done, above all nothing pushed, if it is set
 
-  float* dot_parts;  // [ring rows][inner / 128] parts of the router weights' gradients
-  void* d_gate;      // [experts, hidden, inner]
-  void* d_up;
-  void* d_down;       // [experts, inner, hidden]
+  float* dot_parts;   // [ring rows][inner / 128] parts of the router weights' gradients
   float4* dw_parts;   // two halves, each of the expert astride two waves
   int32_t dw_is_f32;  // of the three gradients; else bf16
 

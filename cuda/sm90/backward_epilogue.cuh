@@ -13,17 +13,21 @@ struct SwigluGradient {
   float d_up;
 };
 
-__device__ inline SwigluGradient swiglu_gradient(float stored_gate, float stored_up,
-                                                 float weighted_d_hidden, float limit) {
-  const float gate = stored_gate > limit ? limit : stored_gate;
-  const float up = stored_up > limit ? limit : (stored_up < -limit ? -limit : stored_up);
+template <bool kClamps>
+__device__ SwigluGradient swiglu_gradient(float stored_gate, float stored_up,
+                                          float weighted_d_hidden, float limit) {
+  float gate = stored_gate, up = stored_up;
+  if constexpr (kClamps) {  // written so that a NaN stays one
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+  }
   const float sigmoid = sigmoid_of(gate);
   const float silu = __fmul_rn(gate, sigmoid);
   const float slope = __fadd_rn(sigmoid, __fmul_rn(silu, __fadd_rn(1.0f, -sigmoid)));
   const float d_gate = __fmul_rn(__fmul_rn(weighted_d_hidden, up), slope);
   const float d_up = __fmul_rn(weighted_d_hidden, silu);
-  return {__fmul_rn(silu, up), limit < INFINITY && stored_gate >= limit ? 0.0f : d_gate,
-          limit < INFINITY && fabsf(stored_up) >= limit ? 0.0f : d_up};
+  return {__fmul_rn(silu, up), kClamps && stored_gate >= limit ? 0.0f : d_gate,
+          kClamps && fabsf(stored_up) >= limit ? 0.0f : d_up};
 }
 
 // Sum over the four lanes that hold a row's columns, the same in all of them.

@@ -15,6 +15,7 @@ struct ListCall {
   int32_t saved_tiles;
   const int32_t* expert_tile;
   const int32_t* row_source;
+  BackwardTokens tokens;
   BackwardList list;
   int32_t* failed;
 
@@ -25,10 +26,19 @@ struct ListCall {
   // Of a row whose token a peer has; -1 otherwise.
   __device__ int32_t remote_token(int64_t row) const {
     const int32_t slot = row_source[row];
-    if (slot < 0 || slot / plan.choices() == rank) {
-      return -1;
-    }
-    return slot / plan.top_k;
+    return slot < 0 || slot / plan.choices() == rank ? -1 : slot / plan.top_k;
+  }
+  __device__ void find_token(int64_t row) const {
+    const int32_t slot = row_source[row];
+    const int32_t token = slot / plan.top_k;
+    const int64_t own = token - rank * plan.tokens;
+    const bool is_own = own >= 0 && own < plan.tokens;
+    const auto find = [&](const Tokens& in) {
+      return slot < 0 ? tokens.zeros
+                      : (is_own ? in.own : in.received) + (is_own ? own : token) * tokens.width;
+    };
+    list.x_rows[row] = find(tokens.x);
+    list.dy_rows[row] = find(tokens.dy);
   }
 };
 
@@ -47,7 +57,8 @@ __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
   *call.list.tile_count = end.tile;
 }
 
-// One thread follows the waves; the other blocks find the first row of every token.
+// One thread follows the waves; the other blocks find the token of every row, and the first row of
+// every token that a peer has.
 __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall call) {
   extern __shared__ Start starts[];  // [experts + 1]
   if (!call.has_plan()) {
@@ -67,14 +78,13 @@ __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall cal
     }
     return;
   }
-  if (call.list.to_pull == nullptr) {
-    return;
-  }
   const int64_t rows = int64_t{starts[call.plan.local_experts()].tile} * kTileRows;
   for (int64_t row = (blockIdx.x - 1) * kThreads + threadIdx.x; row < rows;
        row += (gridDim.x - 1) * kThreads) {
-    if (const int32_t token = call.remote_token(row); token >= 0) {
-      atomicMin(call.list.first_row + token, static_cast<int32_t>(row));
+    call.find_token(row);
+    const int32_t remote = call.remote_token(row);
+    if (remote >= 0) {
+      atomicMin(call.list.first_row + remote, static_cast<int32_t>(row));
     }
   }
 }
@@ -142,9 +152,10 @@ int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {
 
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
                           int32_t saved_tiles, const int32_t* expert_tile,
-                          const int32_t* row_source, const BackwardList& list, int32_t* failed,
-                          cudaStream_t stream) {
-  const ListCall call{plan, shape, rank, saved_tiles, expert_tile, row_source, list, failed};
+                          const int32_t* row_source, const BackwardTokens& tokens,
+                          const BackwardList& list, int32_t* failed, cudaStream_t stream) {
+  const ListCall call{plan,       shape,  rank, saved_tiles, expert_tile,
+                      row_source, tokens, list, failed};
   const size_t bytes = sizeof(Start) * (plan.local_experts() + 1);
   find_waves_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);
   place_items_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);

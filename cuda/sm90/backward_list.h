@@ -13,6 +13,9 @@ struct BackwardList {
   BackwardWave* waves;  // [max_backward_waves + 1], the last one behind the end
   int32_t* counts;      // [2] items, waves
   int32_t* tile_count;
+  // [rows] where the rows' tokens lie: of this rank, received, or zeros if there is none.
+  const uint16_t** x_rows;
+  const uint16_t** dy_rows;
   int32_t* first_row;  // [ranks * tokens], large before: the row that first needs a token
   uint64_t* to_pull;   // [tiles], zero before; null if nobody pulls
 };
@@ -20,11 +23,23 @@ struct BackwardList {
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape);
 
+struct Tokens {
+  const uint16_t* own;       // [tokens, width] of this rank
+  const uint16_t* received;  // [ranks, tokens, width] the peers'
+};
+
+struct BackwardTokens {
+  Tokens x;
+  Tokens dy;
+  const uint16_t* zeros;  // [width]
+  int64_t width;
+};
+
 // Sets *failed, and lists nothing, if the forward call has left no plan.
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
                           int32_t saved_tiles, const int32_t* expert_tile,
-                          const int32_t* row_source, const BackwardList& list, int32_t* failed,
-                          cudaStream_t stream);
+                          const int32_t* row_source, const BackwardTokens& tokens,
+                          const BackwardList& list, int32_t* failed, cudaStream_t stream);
 
 cudaError_t load_backward_list();
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "core/plan.h"
 #include "sm90/backward.h"
 #include "sm90/load.cuh"
 
@@ -51,6 +50,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
           gather_rows(work, step);
           cursor_.advance();
         }
+        load_pre_activations(work, wave_of(item));
         break;
       case BackwardProduct::kInput:
         for (int step = 0; step < 2 * blocks_; ++step) {
@@ -74,30 +74,57 @@ class BackwardLoader : LoaderBase<BackwardParams> {
     }
   }
 
+  // What the epilogue of d_hidden needs: for each warpgroup by turns 64 columns of its tile's
+  // pre-activations, in the place of its half of B. Both blocks of a cluster fill as many stages.
+  __device__ void load_pre_activations(const BlockWork& work, int wave) {
+    constexpr int kBlockElements = 2 * kTileRows * kPanelColumns;
+    const bool two_tiles = work.tiles == kBlockTiles;
+    const bool is_replayed = params_.waves[wave].replays != 0;
+    const Bits16* const stored = is_replayed ? params_.gradient_ring : params_.saved;
+    const auto block_of = [&](int half, int stage) {
+      return work.column_block * kPanels + stage + (two_tiles ? 0 : half * (kPanels / 2));
+    };
+    for (int stage = 0; stage < (two_tiles ? kPanels : kPanels / 2); ++stage) {
+      const int copies = (block_of(0, stage) < blocks_) + (block_of(1, stage) < blocks_);
+      if (!begin_stage(copies * 2 * kTileBytes, kFillArrivals - 1)) {
+        return;
+      }
+      // One loading warp for each multiplying warpgroup.
+      const int block = block_of(warp_, stage);
+      if (block < blocks_ && cute::elect_one_sync()) {
+        const int tile = work.tile + (two_tiles ? warp_ : 0);
+        const int64_t place = is_replayed ? ring_tile(tile) : tile;
+        cute::SM90_BULK_COPY_G2S::copy(stored + (place * blocks_ + block) * kBlockElements,
+                                       full_word(), shared_.b[cursor_.index][warp_ * 2],
+                                       2 * kTileBytes);
+      }
+      cursor_.advance();
+    }
+  }
+
   // The rows of an expert, a tile a step.
   __device__ void load_weights(BackwardProduct product, const WorkItem& item, const BlockWork& work,
                                int begin_tile, int end_tile) {
     const bool is_down = product == BackwardProduct::kDownWeights;
-    const Bits16* const own = is_down ? params_.dy : params_.x;
-    const Bits16* const received = is_down ? params_.received_dy : params_.received_x;
+    const Bits16* const* const tokens = is_down ? params_.dy_rows : params_.x_rows;
     const int first_column = (item.first_tile * kCluster + block_) * kBlockRows;
-    look_up_sources(begin_tile, end_tile);
+    const CUtensorMap* const map = is_down ? &params_.hidden_blocks : &params_.gradient_blocks;
+    const int tile_blocks = is_down ? blocks_ : 2 * blocks_;
+    int ring = ring_tile(begin_tile);
+    look_up_tokens(tokens, begin_tile, end_tile);
     for (int tile = begin_tile; tile < end_tile; ++tile) {
-      find_sources(own, received, first_column);
-      look_up_sources(tile + 1, end_tile);
+      find_columns(first_column);
+      look_up_tokens(tokens, tile + 1, end_tile);
       if (!begin_stage(kPanels * kPanelBytes, 0)) {
         return;
       }
       copy_panels(work, [&](int panel) {
-        if (is_down) {
-          return Box{&params_.hidden_blocks, 0,
-                     hidden_row(tile, work.column_block * kPanels + panel)};
-        }
-        return Box{&params_.gradient_blocks, 0,
-                   gradient_row(tile, work.column_block * (kPanels / 2) + panel / 2, panel % 2)};
+        const int block = ring * tile_blocks + work.column_block * kPanels + panel;
+        return Box{map, 0, block * kTileRows};
       });
       gather_columns(first_column);
       cursor_.advance();
+      ring = ring + 1 == params_.shape.work.ring_tiles ? 0 : ring + 1;
     }
   }
 
@@ -105,8 +132,23 @@ class BackwardLoader : LoaderBase<BackwardParams> {
   __device__ int gradient_row(int tile, int block, int is_up) const {
     return ((ring_tile(tile) * blocks_ + block) * 2 + is_up) * kTileRows;
   }
-  __device__ int hidden_row(int tile, int block) const {
-    return (ring_tile(tile) * blocks_ + block) * kTileRows;
+
+  // Reads where the tokens of a tile's rows lie, a step before they are needed.
+  __device__ void look_up_tokens(const Bits16* const* tokens, int tile, int end) {
+    if (tile < end) {
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        tokens_[i] = tokens[tile * kTileRows + thread_ / kLanesPerRow + i * kRowsAtOnce];
+      }
+    }
+  }
+
+  __device__ void find_columns(int first_column) {
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      rows_[i] =
+          reinterpret_cast<const Element*>(tokens_[i]) + first_column + thread_ % kLanesPerRow * 8;
+    }
   }
 
   // A with the contraction over rows: 128 columns of 64 rows, in two panels.
@@ -114,42 +156,16 @@ class BackwardLoader : LoaderBase<BackwardParams> {
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {
       const int panel = i / kRowsOfThread;
-      const Element* const source = rows_[i % kRowsOfThread];
-      const bool is_there =
-          source != nullptr && first_column + panel * kPanelColumns < params_.hidden;
-      copy_async_16(destination_of(i), source + panel * kPanelColumns, is_there);
+      copy_async_16(destination_of(i), rows_[i % kRowsOfThread] + panel * kPanelColumns,
+                    first_column + panel * kPanelColumns < params_.hidden);
     }
     cutlass::arch::cpasync_barrier_arrive_noinc(full_word());
-  }
-
-  // Reads which slots belong to the rows of a tile, a step before they are needed.
-  __device__ void look_up_sources(int tile, int end) {
-    if (tile < end) {
-#pragma unroll
-      for (int i = 0; i < kRowsOfThread; ++i) {
-        slots_[i] = params_.row_source[tile * kTileRows + thread_ / kLanesPerRow + i * kRowsAtOnce];
-      }
-    }
-  }
-
-  __device__ void find_sources(const Bits16* own, const Bits16* received, int first_column) {
-#pragma unroll
-    for (int i = 0; i < kRowsOfThread; ++i) {
-      const int32_t token = slots_[i] / params_.top_k;
-      const int32_t in_rank = token - params_.rank * params_.tokens;
-      const bool is_own = in_rank >= 0 && in_rank < params_.tokens;
-      const Bits16* const row =
-          (is_own ? own : received) + int64_t{is_own ? in_rank : token} * params_.hidden;
-      rows_[i] = slots_[i] < 0 ? nullptr
-                               : reinterpret_cast<const Element*>(row) + first_column +
-                                     thread_ % kLanesPerRow * 8;
-    }
   }
 
   static constexpr int kRowsOfThread = kTileRows / kRowsAtOnce;
 
   const int blocks_;  // of 64 columns of I
-  int32_t slots_[kRowsOfThread];
+  const Bits16* tokens_[kRowsOfThread];
 };
 
 }  // namespace mok::sm90

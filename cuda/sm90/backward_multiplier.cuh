@@ -3,6 +3,7 @@
 #include "sm90/backward.h"
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/multiplier.cuh"
+#include "sm90/weight_gradients.cuh"
 
 // What the backward kernel does with its products: gradients and weighted hidden rows for the
 // rings, the input's gradient for the home slots, the weights' gradients.
@@ -35,7 +36,11 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
         break;
       case BackwardProduct::kHidden:
         multiply_tiles<Major::K>(work, params_.hidden / kBlockDepth, accumulators);
-        store_hidden_gradients(work, wave_of(item), accumulators);
+        if (params_.clamp.is_finite()) {
+          store_hidden_gradients<true>(work, accumulators);
+        } else {
+          store_hidden_gradients<false>(work, accumulators);
+        }
         break;
       case BackwardProduct::kInput: {
         multiply_tiles<Major::K>(work, 2 * blocks_, accumulators);
@@ -110,94 +115,104 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
     announce_later(params_.replayed + tile, two_tiles ? 2 : 1);
   }
 
+  // After the products the stages bring the pre-activations, 64 columns each, which the gradients
+  // then replace; the weighted hidden rows take the place of the rows of A.
+  template <bool kClamps>
   __device__ __forceinline__ void store_hidden_gradients(
-      const BlockWork& work, int wave, const float (&accumulators)[kAccumulators]) {
-    if (work.column_block >= params_.shape.hidden_columns) {
-      return;
-    }
+      const BlockWork& work, const float (&accumulators)[kAccumulators]) {
     const bool two_tiles = work.tiles == kBlockTiles;
     const int tile = tile_of(work);
     const int first_block = work.column_block * kPanels + (two_tiles ? 0 : half_ * (kPanels / 2));
     announce();
     const RowWeights weights = weights_of(work);
+    RowWeights dots{0.0f, 0.0f};
+    int previous = cursor_.index;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0 || two_tiles) {
-        RowWeights dots{0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < kPanels / 2; ++i) {
-          const int panel = half * (kPanels / 2) + i;
-          if (first_block + panel < blocks_) {
-            store_panel(tile, first_block + panel, wave, weights,
-                        accumulators + panel * kPanelAccumulators, dots);
-          }
+    for (int panel = 0; panel < kPanels; ++panel) {
+      if (panel < kPanels / 2 || two_tiles) {
+        const int block = first_block + panel;
+        wait(shared_.full[cursor_.index], cursor_.parity, watch_);
+        if (block < blocks_) {
+          store_panel<kClamps>(tile, block, weights, accumulators + panel * kPanelAccumulators,
+                               dots);
         }
-        keep_dots(tile, first_block / 2 + half, dots);
+        if (panel % 2 == 1) {
+          if (block - 1 < blocks_) {
+            keep_dots(tile, block / 2, dots);
+          }
+          dots = {0.0f, 0.0f};
+        }
+        if (lane_ == 0) {
+          cute::tma_store_arrive();
+          cute::tma_store_wait<1>();  // the stage before has been read
+        }
+        __syncwarp();
+        if (panel > 0) {
+          arrive_in_cluster(shared_.empty[previous]);
+        }
+        previous = cursor_.index;
+        cursor_.advance();
       }
     }
-    announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
-  }
-
-  // 64 columns of I of a tile: reads the pre-activations and writes, over them if they have been
-  // replayed, the gradients, then the weighted hidden rows.
-  __device__ __forceinline__ void store_panel(int tile, int block, int wave,
-                                              const RowWeights& weights, const float* d_hidden,
-                                              RowWeights& dots) {
-    const bool is_replayed = params_.waves[wave].replays != 0;
-    const Bits16* const stored = is_replayed
-                                     ? params_.gradient_ring + block_offset(ring_tile(tile), block)
-                                     : params_.saved + block_offset(tile, block);
-    Element* const d_gates = staging(0);
-    Element* const d_ups = staging(1);
-    uint32_t hidden[kPanelGroups][kGroupWords];
-    if (lane_ == 0) {
-      cute::tma_store_wait<0>();  // the staging buffers have been read
-    }
-    __syncwarp();
-#pragma unroll
-    for (int group = 0; group < kPanelGroups; ++group) {
-      const Bits16* const place = stored + fragment_offset(group);
-      const uint4 gate_words = __ldcg(reinterpret_cast<const uint4*>(place));
-      const uint4 up_words =
-          __ldcg(reinterpret_cast<const uint4*>(place + kTileRows * kPanelColumns));
-      const uint32_t gates[kGroupWords] = {gate_words.x, gate_words.y, gate_words.z, gate_words.w};
-      const uint32_t ups[kGroupWords] = {up_words.x, up_words.y, up_words.z, up_words.w};
-      uint32_t d_gate[kGroupWords], d_up[kGroupWords];
-#pragma unroll
-      for (int i = 0; i < kGroupWords; ++i) {
-        const float* const values = d_hidden + (group * kGroupWords + i) * 2;
-        const float weight = i % 2 == 0 ? weights.upper : weights.lower;
-        float& dot = i % 2 == 0 ? dots.upper : dots.lower;
-        const SwigluGradient first =
-            swiglu_gradient(low_bf16(gates[i]), low_bf16(ups[i]), __fmul_rn(weight, values[0]),
-                            params_.clamp.limit);
-        const SwigluGradient second =
-            swiglu_gradient(high_bf16(gates[i]), high_bf16(ups[i]), __fmul_rn(weight, values[1]),
-                            params_.clamp.limit);
-        dot = __fadd_rn(dot, __fmul_rn(first.hidden, values[0]));
-        dot = __fadd_rn(dot, __fmul_rn(second.hidden, values[1]));
-        d_gate[i] = pack_bf16(first.d_gate, second.d_gate);
-        d_up[i] = pack_bf16(first.d_up, second.d_up);
-        hidden[group][i] =
-            pack_bf16(__fmul_rn(weight, first.hidden), __fmul_rn(weight, second.hidden));
-      }
-      stage_group(d_gates, group, [&](int i) { return d_gate[i]; });
-      stage_group(d_ups, group, [&](int i) { return d_up[i]; });
-    }
-    const int row = (ring_tile(tile) * blocks_ + block) * 2 * kTileRows + warp_ * kWarpRows;
-    fence_proxies_global();  // the places that are written have been read in the ordinary way
-    store_hidden(&params_.gradient_warps, d_gates, 0, row);
-    store_hidden(&params_.gradient_warps, d_ups, 0, row + kTileRows);
     if (lane_ == 0) {
       cute::tma_store_wait<0>();
     }
     __syncwarp();
+    arrive_in_cluster(shared_.empty[previous]);
+    if (work.column_block < params_.shape.hidden_columns) {
+      announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
+    }
+  }
+
+  // 64 columns of I of a tile: what the warp's lanes read of their stage they overwrite.
+  template <bool kClamps>
+  __device__ __forceinline__ void store_panel(int tile, int block, const RowWeights& weights,
+                                              const float* d_hidden, RowWeights& dots) {
+    constexpr int kWarpElements = kWarpRows * kPanelColumns;
+    Element* const d_gates = shared_.b[cursor_.index][half_ * 2] + warp_ * kWarpElements;
+    Element* const d_ups = shared_.b[cursor_.index][half_ * 2 + 1] + warp_ * kWarpElements;
+    Element* const hidden =
+        shared_.a[cursor_.index] + (half_ * kWarpgroupWarps + warp_) * kWarpElements;
+    uint4 gates[kPanelGroups], ups[kPanelGroups];
 #pragma unroll
     for (int group = 0; group < kPanelGroups; ++group) {
-      stage_group(d_gates, group, [&](int i) { return hidden[group][i]; });
+      gates[group] = reinterpret_cast<const uint4*>(d_gates)[group * kWarp + lane_];
+      ups[group] = reinterpret_cast<const uint4*>(d_ups)[group * kWarp + lane_];
     }
-    store_hidden(&params_.hidden_warps, d_gates, 0,
-                 (ring_tile(tile) * blocks_ + block) * kTileRows + warp_ * kWarpRows);
+    __syncwarp();
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      uint32_t d_gate[kGroupWords], d_up[kGroupWords], weighted[kGroupWords];
+#pragma unroll
+      for (int i = 0; i < kGroupWords; ++i) {
+        const float* const values = d_hidden + (group * kGroupWords + i) * 2;
+        const uint32_t gate = word_of(gates[group], i), up = word_of(ups[group], i);
+        const float weight = i % 2 == 0 ? weights.upper : weights.lower;
+        float& dot = i % 2 == 0 ? dots.upper : dots.lower;
+        const SwigluGradient first = swiglu_gradient<kClamps>(
+            low_bf16(gate), low_bf16(up), __fmul_rn(weight, values[0]), params_.clamp.limit);
+        const SwigluGradient second = swiglu_gradient<kClamps>(
+            high_bf16(gate), high_bf16(up), __fmul_rn(weight, values[1]), params_.clamp.limit);
+        dot = __fadd_rn(dot, __fmul_rn(first.hidden, values[0]));
+        dot = __fadd_rn(dot, __fmul_rn(second.hidden, values[1]));
+        d_gate[i] = pack_bf16(first.d_gate, second.d_gate);
+        d_up[i] = pack_bf16(first.d_up, second.d_up);
+        weighted[i] = pack_bf16(__fmul_rn(weight, first.hidden), __fmul_rn(weight, second.hidden));
+      }
+      stage_group(d_gates, group, [&](int i) { return d_gate[i]; });
+      stage_group(d_ups, group, [&](int i) { return d_up[i]; });
+      stage_group(hidden, group, [&](int i) { return weighted[i]; });
+    }
+    cute::tma_store_fence();
+    __syncwarp();
+    if (lane_ == 0) {
+      const int row = (ring_tile(tile) * blocks_ + block) * kTileRows;
+      const int gradient_row = 2 * row + warp_ * kWarpRows;
+      const auto store = cute::SM90_TMA_STORE_2D::copy;
+      store(&params_.gradient_warps, d_gates, 0, gradient_row);
+      store(&params_.gradient_warps, d_ups, 0, gradient_row + kTileRows);
+      store(&params_.hidden_warps, hidden, 0, row + warp_ * kWarpRows);
+    }
   }
 
   // Sums over 128 columns of I, always: whichever warps share a tile, the router weights' gradients
@@ -285,45 +300,15 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       }
       return;
     }
-    const int first_row = (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows +
-                          warp_ * kWarpRows + lane_ / 4;
+    announce();  // the staging buffers are free then
+    const WeightPlace to{is_down, item.expert,
+                         (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows,
+                         item.column_block * (is_down ? kBlockColumns : kBlockColumns / 2)};
+    char* const buffers = reinterpret_cast<char*>(shared_.staging[half_ * kWarpgroupWarps][0]);
     if (params_.dw_is_f32) {
-      store_weights<float>(is_down, item, first_row, accumulators);
+      store_weights<float>(params_, to, half_, buffers, accumulators);
     } else {
-      store_weights<Element>(is_down, item, first_row, accumulators);
-    }
-  }
-
-  template <typename Out>
-  __device__ __forceinline__ void store_weights(bool is_down, const WorkItem& item, int first_row,
-                                                const float (&accumulators)[kAccumulators]) const {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const int first_column =
-          (is_down ? item.column_block * kBlockColumns + panel * kPanelColumns
-                   : item.column_block * (kBlockColumns / 2) + panel / 2 * kPanelColumns) +
-          lane_ % 4 * 2;
-      if (first_column >= params_.inner) {
-        continue;
-      }
-      Out* const matrix = static_cast<Out*>(is_down          ? params_.d_down
-                                            : panel % 2 == 0 ? params_.d_gate
-                                                             : params_.d_up) +
-                          int64_t{item.expert} * params_.hidden * params_.inner;
-      // Where row and column have to go, both ways.
-      const int64_t row_step = is_down ? 1 : params_.inner;
-      const int64_t column_step = is_down ? params_.hidden : 1;
-#pragma unroll
-      for (int i = 0; i < kPanelAccumulators; i += 2) {
-        const int row = first_row + (i / 2 % 2) * 8;
-        const int column = first_column + i / 4 * 8;
-        if (row < params_.hidden) {
-          Out* const place = matrix + row * row_step + column * column_step;
-          const float* const pair = accumulators + panel * kPanelAccumulators + i;
-          place[0] = static_cast<Out>(pair[0]);
-          place[column_step] = static_cast<Out>(pair[1]);
-        }
-      }
+      store_weights<Element>(params_, to, half_, buffers, accumulators);
     }
   }
 

@@ -28,15 +28,11 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
     const BlockWork work = block_work(item, block_);
     switch (product_of(item)) {
       case BackwardProduct::kReplay:
-        find_rows(work, assignment.rows, [&](int32_t slot, int32_t) {
-          return token_of(slot, params_.x, params_.received_x);
-        });
+        find_tokens(work, assignment.rows, params_.x_rows);
         await_tokens(work.tile + work.tiles);
         break;
       case BackwardProduct::kHidden:
-        find_rows(work, assignment.rows, [&](int32_t slot, int32_t) {
-          return token_of(slot, params_.dy, params_.received_dy);
-        });
+        find_tokens(work, assignment.rows, params_.dy_rows);
         await_tokens(work.tile + work.tiles);
         if (params_.waves[wave].replays) {
           await_tiles(params_.replayed, work.tile, work.tile + work.tiles,
@@ -65,11 +61,9 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
     __syncwarp();
   }
 
-  __device__ const Bits16* token_of(int32_t slot, const Bits16* own, const Bits16* received) const {
-    const int32_t token = slot / params_.top_k;
-    const int32_t in_rank = token - params_.rank * params_.tokens;
-    const bool is_own = in_rank >= 0 && in_rank < params_.tokens;
-    return (is_own ? own : received) + int64_t{is_own ? in_rank : token} * params_.hidden;
+  __device__ void find_tokens(const BlockWork& work, Element** rows,
+                              const Bits16* const* tokens) const {
+    find_rows(work, rows, [&](int32_t, int32_t row) { return tokens[row]; });
   }
 
   // The rings are free for a wave when all before it have been read; some of those may be empty.

@@ -43,22 +43,29 @@ __device__ void keep_sides_of_clamp(float (&accumulators)[kCount], const Clamp& 
   }
 }
 
-__device__ inline float swiglu(float gate, float up, float limit) {
-  // Written so that a NaN stays one.
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : (up < -limit ? -limit : up);
+template <bool kClamps>
+__device__ float swiglu(float gate, float up, float limit) {
+  if constexpr (kClamps) {  // written so that a NaN stays one
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+  }
   return __fmul_rn(silu(gate), up);
 }
 
-__device__ inline uint32_t swiglu_pair(uint32_t gates, uint32_t ups, float limit) {
-  return pack_bf16(swiglu(low_bf16(gates), low_bf16(ups), limit),
-                   swiglu(high_bf16(gates), high_bf16(ups), limit));
+template <bool kClamps>
+__device__ uint32_t swiglu_pair(uint32_t gates, uint32_t ups, float limit) {
+  return pack_bf16(swiglu<kClamps>(low_bf16(gates), low_bf16(ups), limit),
+                   swiglu<kClamps>(high_bf16(gates), high_bf16(ups), limit));
 }
 
 // 16 columns of a warp's 16 rows: what a thread holds of them, and what one instruction stages.
 constexpr int kGroupColumns = 16;
 constexpr int kPanelGroups = kPanelColumns / kGroupColumns;
 constexpr int kGroupWords = kGroupColumns * kWarpRows / kWarp / 2;  // of two bf16
+
+__device__ inline uint32_t word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 // The i-th word of a group of a panel's accumulators.
 __device__ inline uint32_t pack_pair(const float* panel, int group, int i) {

@@ -24,7 +24,11 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
     const int depth = is_down ? params_.inner : params_.hidden;
     multiply_tiles<Major::MN>(work, depth / kBlockDepth, accumulators);
     if (!is_down) {
-      store_gate_up(work, accumulators);
+      if (params_.clamp.is_finite()) {
+        store_gate_up<true>(work, accumulators);
+      } else {
+        store_gate_up<false>(work, accumulators);
+      }
       return;
     }
     Element* rows[kStores];
@@ -37,7 +41,9 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
   }
 
  private:
-  __device__ void store_gate_up(const BlockWork& work, float (&accumulators)[kAccumulators]) {
+  template <bool kClamps>
+  __device__ __forceinline__ void store_gate_up(const BlockWork& work,
+                                                float (&accumulators)[kAccumulators]) {
     if (work.column_block >= params_.gate_up_columns) {
       return;
     }
@@ -47,7 +53,7 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
     const int column =
         work.column_block * (kBlockColumns / 2) + (two_tiles ? 0 : half_ * kPanelColumns);
     announce();  // if there was no occasion
-    if (params_.clamp.is_finite()) {
+    if constexpr (kClamps) {
       keep_sides_of_clamp(accumulators, params_.clamp);
     }
 #pragma unroll
@@ -60,8 +66,8 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
 #pragma unroll
         for (int group = 0; group < kPanelGroups; ++group) {
           stage_group(buffer, group, [&](int i) {
-            return swiglu_pair(pack_pair(gates, group, i), pack_pair(ups, group, i),
-                               params_.clamp.limit);
+            return swiglu_pair<kClamps>(pack_pair(gates, group, i), pack_pair(ups, group, i),
+                                        params_.clamp.limit);
           });
         }
         store_hidden(&params_.hidden_warps, buffer, panel_column, ring_row);

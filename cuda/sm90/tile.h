@@ -8,7 +8,8 @@ namespace mok::sm90 {
 constexpr int kTileRows = 64;   // rows of one warpgroup; a block takes one or two tiles
 constexpr int kBlockTiles = 2;  // = consumer warpgroups
 constexpr int kBlockRows = kBlockTiles * kTileRows;
-constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the width of the 128-byte swizzle
+constexpr int kSwizzleBytes = 128;
+constexpr int kPanelColumns = 64;  // of bf16, as wide as the swizzle
 constexpr int kPanels = 4;         // panels of B in a stage
 constexpr int kBlockColumns = kPanels * kPanelColumns;
 constexpr int kBlockDepth = 64;  // of the contraction, per stage; 128 bytes of A
