@@ -185,6 +185,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.slots_offset = layout.combine();
   params.d_weight_offset = layout.d_weights();
   params.row_source = call.row_source;
+  params.zeros = space.zeros;
   params.x_rows = space.list.x_rows;
   params.dy_rows = space.list.dy_rows;
   params.expert_tile = call.expert_tile;

@@ -75,6 +75,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   params.bases = arena == nullptr ? nullptr : arena->bases;
   params.x_offset = layout.dispatch();
   params.slots_offset = layout.combine();
+  params.zeros = space.zeros;
   params.row_source = tables.row_source;
   params.items = space.list.items;
   params.range = space.list.all_items;

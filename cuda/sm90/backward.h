@@ -51,7 +51,8 @@ struct BackwardParams {
   int64_t d_weight_offset;
 
   const int32_t* row_source;
-  const Bits16* const* x_rows;  // [rows] where the rows' tokens lie; zeros where there is none
+  const Bits16* zeros;          // [hidden] the token of padding
+  const Bits16* const* x_rows;  // [rows] where the rows' tokens lie
   const Bits16* const* dy_rows;
   const int32_t* expert_tile;
   const WorkItem* items;

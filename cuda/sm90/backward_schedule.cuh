@@ -40,7 +40,7 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
         }
         break;
       case BackwardProduct::kInput:
-        find_rows(work, assignment.rows,
+        find_rows(work, assignment.rows, nullptr,
                   [&](int32_t slot, int32_t) { return home_of(params_, slot); });
         await_tiles(params_.hidden_ready, work.tile, work.tile + work.tiles,
                     params_.shape.hidden_columns * kArrivalsPerColumn);
@@ -63,7 +63,7 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
 
   __device__ void find_tokens(const BlockWork& work, Element** rows,
                               const Bits16* const* tokens) const {
-    find_rows(work, rows, [&](int32_t, int32_t row) { return tokens[row]; });
+    find_rows(work, rows, params_.zeros, [&](int32_t, int32_t row) { return tokens[row]; });
   }
 
   // The rings are free for a wave when all before it have been read; some of those may be empty.

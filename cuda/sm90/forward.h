@@ -45,6 +45,7 @@ struct ForwardParams {
   char* const* bases;  // [ranks] where each rank's arena begins; null without peers
   int64_t x_offset;    // of the tokens of a rank in its arena
   int64_t slots_offset;
+  const Bits16* zeros;  // [hidden] the token of padding
   const int32_t* row_source;
   const WorkItem* items;
   const ItemRange* range;

@@ -16,12 +16,13 @@ class ForwardScheduler : SchedulerBase<ForwardParams> {
       const BlockWork work = block_work(item, block_);
       const bool is_down = work.product == Product::kDown;
       const RowRing& ring = is_down ? params_.outputs : params_.dispatched;
-      find_rows(work, assignment.rows, [&](int32_t slot, int32_t row) -> const Bits16* {
-        if (ring.rows != nullptr) {
-          return place_in(ring, row, params_.hidden);
-        }
-        return is_down ? home_of(params_, slot) : token_of(params_, slot);
-      });
+      find_rows(work, assignment.rows, is_down ? nullptr : params_.zeros,
+                [&](int32_t slot, int32_t row) -> const Bits16* {
+                  if (ring.rows != nullptr) {
+                    return place_in(ring, row, params_.hidden);
+                  }
+                  return is_down ? home_of(params_, slot) : token_of(params_, slot);
+                });
       await_inputs(work);
     });
   }

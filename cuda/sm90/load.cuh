@@ -129,7 +129,7 @@ class LoaderBase {
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {
       if (i < kGathers / kBlockTiles || two_tiles) {
-        copy_async_16(destination_of(i), rows_[i] + step * kBlockDepth, rows_[i] != nullptr);
+        copy_async_16(destination_of(i), rows_[i] + step * kBlockDepth, true);
       }
     }
     cutlass::arch::cpasync_barrier_arrive_noinc(full_word());
@@ -156,12 +156,11 @@ class LoaderBase {
   const Element* rows_[kGathers];
 
  private:
-  // Where this thread's share of each row begins; null for padding.
+  // Where this thread's share of each row begins.
   __device__ void read_rows(const Element* const* rows) {
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {
-      const Element* const row = rows[thread_ / kLanesPerRow + i * kRowsAtOnce];
-      rows_[i] = row == nullptr ? nullptr : row + thread_ % kLanesPerRow * 8;
+      rows_[i] = rows[thread_ / kLanesPerRow + i * kRowsAtOnce] + thread_ % kLanesPerRow * 8;
     }
     __syncwarp();
   }

@@ -61,16 +61,17 @@ class SchedulerBase {
     }
   }
 
-  // Where the block's rows begin that are read or written: find(slot, row in the plan), or null for
-  // padding.
+  // Where the block's rows begin that are read or written: find(slot, row in the plan), or
+  // `padding`.
   template <typename Find>
-  __device__ void find_rows(const BlockWork& work, Element** rows, const Find& find) const {
+  __device__ void find_rows(const BlockWork& work, Element** rows, const Bits16* padding,
+                            const Find& find) const {
     const int32_t* const sources = params_.row_source + work.tile * kTileRows;
 #pragma unroll
     for (int i = 0; i < kBlockRows / kWarp; ++i) {
       const int row = i * kWarp + lane_;
       const int32_t slot = row < work.tiles * kTileRows ? sources[row] : kPadding;
-      const Bits16* const begin = slot < 0 ? nullptr : find(slot, work.tile * kTileRows + row);
+      const Bits16* const begin = slot < 0 ? padding : find(slot, work.tile * kTileRows + row);
       rows[row] = reinterpret_cast<Element*>(const_cast<Bits16*>(begin));
     }
   }
