@@ -10,6 +10,8 @@ from jax_mok.errors import MoEInputError
 
 _DEFAULT_CHUNK_ROWS = 4096
 _HEAD_ROOM = 1.25
+# So little memory that a small load need not wait for room, however it is skewed.
+_LEAST_DEFAULT_RING_ROWS = 4096
 _MAX_INT32 = 2**31 - 1
 
 
@@ -70,7 +72,7 @@ def make_layout(config: MoEConfig, *, ranks: int, tokens: int, top_k: int, exper
         )
     # A balanced load ends each expert in a half-empty tile, on average.
     padding = min(local_experts, choices) * TILE_ROWS // 2
-    balanced_rows = math.ceil(choices * _HEAD_ROOM) + padding
+    balanced_rows = max(math.ceil(choices * _HEAD_ROOM) + padding, _LEAST_DEFAULT_RING_ROWS)
     chunk_rows, ring_rows = _ring(config, balanced_rows, max(max_rows, TILE_ROWS))
     saved_rows = ring_rows if config.saved_rows is None else config.saved_rows
     return Layout(

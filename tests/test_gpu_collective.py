@@ -230,9 +230,9 @@ def expect_success(*processes: subprocess.Popen) -> None:
             process.kill()
 
 
-def test_gpus_without_peer_access_are_told_the_way_out_and_it_works():
+def test_gpus_that_show_each_other_no_memory_are_told_the_way_out_and_it_works():
     require_gpus(2)
-    expect_success(start(APART, NCCL_P2P_DISABLE="1"))
+    expect_success(start(APART, NCCL_WIN_ENABLE="0"))
 
 
 def test_it_is_right_in_two_processes():

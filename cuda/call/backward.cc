@@ -21,6 +21,7 @@ using namespace mok::sm90;
 BackwardShape shape_of(const BackwardSizes& sizes) {
   constexpr int kGroupUnits = 8;
   return backward_shape(kCluster, static_cast<int32_t>(sizes.ring_rows / kTileRows),
+                        static_cast<int32_t>(sizes.plan.max_tiles()),
                         static_cast<int32_t>(sizes.hidden), static_cast<int32_t>(sizes.inner),
                         kGroupUnits);
 }

@@ -9,15 +9,16 @@ ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bo
   constexpr int kGroupUnits = 8;
   constexpr int kStepTiles = 16384 / kTileRows;
   const auto ring_tiles = static_cast<int32_t>(ring_rows / kTileRows);
+  const auto most_tiles = static_cast<int32_t>(plan.max_tiles());
   const auto width = static_cast<int32_t>(hidden);
   const auto depth = static_cast<int32_t>(inner);
   return {.plan = plan,
           .directions = directions,
           .composed = composed,
           .keeps_plan = keeps_plan,
-          .work = composed
-                      ? wave_shape(kCluster, ring_tiles, width, depth, kGroupUnits)
-                      : work_shape(kCluster, ring_tiles, width, depth, kGroupUnits, kStepTiles),
+          .work = composed ? wave_shape(kCluster, ring_tiles, most_tiles, width, depth, kGroupUnits)
+                           : work_shape(kCluster, ring_tiles, most_tiles, width, depth, kGroupUnits,
+                                        kStepTiles),
           .ring_rows = ring_rows,
           .hidden = hidden,
           .inner = inner};

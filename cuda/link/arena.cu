@@ -150,8 +150,9 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
   }
   arena->window = window;
   if (window == nullptr) {
-    return "the GPUs have no peer-to-peer access to each other's memory: use MoEConfig(composition="
-           "'collective')";
+    return "NCCL offers no access to the peers' memory: the GPUs have no peer-to-peer access, or "
+           "NCCL_WIN_ENABLE or NCCL_CUMEM_ENABLE is 0 in the environment; if it cannot be had, use "
+           "MoEConfig(composition='collective')";
   }
   // Asked for only now: registration is what makes NCCL find out.
   if (const int near = nccl()->team_lsa(comm).nRanks; near != arena->layout.ranks) {

@@ -57,9 +57,9 @@ struct BackwardShape {
   }
 };
 
-inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t hidden,
-                                    int32_t inner, int32_t group_units) {
-  return {.work = wave_shape(cluster, ring_tiles, hidden, inner, group_units),
+inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles,
+                                    int32_t hidden, int32_t inner, int32_t group_units) {
+  return {.work = wave_shape(cluster, ring_tiles, most_tiles, hidden, inner, group_units),
           .replay_columns = ceil_div(inner, kBlockColumns / 2),
           .hidden_columns = ceil_div(inner, kBlockColumns),
           .input_columns = ceil_div(hidden, kBlockColumns),

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <numeric>
 #include <random>
 #include <tuple>
 #include <vector>
@@ -34,8 +35,9 @@ int main() {
     std::vector<Start> starts;
     int total = 0;
     const int ring = 2 * cluster + rng() % (trial % 2 ? 12 : 100);
-    const BackwardShape shape =
-        backward_shape(cluster, ring, 64 * (1 + rng() % 20), 64 * (1 + rng() % 20), 1 + rng() % 10);
+    const int most_tiles = std::reduce(tiles.begin(), tiles.end()) + rng() % 2 * (rng() % 20);
+    const BackwardShape shape = backward_shape(cluster, ring, most_tiles, 64 * (1 + rng() % 20),
+                                               64 * (1 + rng() % 20), 1 + rng() % 10);
     Units units{};
     for (int count : tiles) {
       starts.push_back({units, total});

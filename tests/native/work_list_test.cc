@@ -116,13 +116,15 @@ int main() {
       t = rng() % 4 ? rng() % most : 0;
       total += t;
     }
+    const int most_tiles = total + rng() % 2 * (rng() % 20);
     const int cluster = 1 + rng() % 2;
     const int ring = std::max<int>(2 * cluster, rng() % (total + 20));
     const int hidden = 64 * (1 + rng() % 40), inner = 64 * (1 + rng() % 40);
     const int group_units = 1 + rng() % 10, step_tiles = 1 + rng() % 300;
     for (const bool waves : {false, true}) {
-      const WorkShape s = waves ? wave_shape(cluster, ring, hidden, inner, group_units)
-                                : work_shape(cluster, ring, hidden, inner, group_units, step_tiles);
+      const WorkShape s =
+          waves ? wave_shape(cluster, ring, most_tiles, hidden, inner, group_units)
+                : work_shape(cluster, ring, most_tiles, hidden, inner, group_units, step_tiles);
       const auto starts = starts_of(s, tiles);
       const UnitTable table{s, starts.data(), experts};
       const auto items = list_work(table);
