@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mok.bench import bound
+from jax_mok.bench import bound, kernels
 from jax_mok.bench.routes import KINDS, draw_routes
 from jax_mok.bench.shapes import Shape
 from jax_mok.bench.timing import Times, difference, time_rounds
@@ -43,6 +44,32 @@ def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
     for row in figures["shapes"]["toy"].values():
         assert row["bound_s"] is None
         assert set(row["layer_s"]) == {"median", "low", "high"}
+
+
+def test_kernels_are_found_by_name_on_gpus_only():
+    def event(pid, name, microseconds):
+        return {"ph": "X", "pid": pid, "tid": 1, "name": name, "ts": 0, "dur": microseconds}
+
+    def process(pid, name):
+        return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+    events = [
+        process(1, "/device:GPU:0"),
+        process(2, "/device:GPU:1"),
+        process(3, "/host:CPU"),
+        event(1, "mok::sm90::(anonymous namespace)::count_choices(mok::sm90::Call)", 3.0),
+        event(2, "mok::sm90::(anonymous namespace)::place_choices(mok::sm90::Call)", 4.5),
+        event(1, "void mok::sm90::(anonymous namespace)::persistent_kernel<R>(R::P)", 900.0),
+        event(3, "mok::count_choices(host)", 50.0),
+        {"ph": "C", "pid": 1, "name": "a counter"},
+    ]
+    assert kernels.kernel_seconds(events, kernels.PLAN_KERNELS) == pytest.approx(7.5e-6)
+    with pytest.raises(LookupError, match="none of the kernels order_pulls"):
+        kernels.kernel_seconds(events, ["order_pulls"])
+
+
+def test_the_profiler_records_what_runs():
+    assert kernels.record(lambda: jnp.ones(3) + 1, 2)
 
 
 def test_unknown_shapes_are_named(tmp_path):

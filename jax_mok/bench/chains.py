@@ -21,7 +21,6 @@ from jax_mok.bench.routes import draw_routes
 from jax_mok.bench.shapes import Shape
 from jax_mok.config import MoEConfig
 from jax_mok.moe import moe_ffn
-from jax_mok.plan import build_plan
 
 AXIS = "ep"
 _TURNS = 8  # routes of their own for so many calls: repeated ones would keep weights in cache
@@ -93,7 +92,7 @@ def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands
 def run_in_order(
     operands: Operands, mesh: Mesh, config: MoEConfig, order: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Calls of "layer", "gradients", "product" and "plan" in that order.
+    """Calls of "layer", "gradients" and "product" in that order.
 
     Gradients are the layer's forward and backward pass, for all five of its operands and with its
     output as the output's gradient; a product is that of the two matrices, on every device.
@@ -109,7 +108,6 @@ def _run_on_a_device(
     operands: Operands, *, config: MoEConfig, order: tuple[str, ...]
 ) -> list[jax.Array]:
     x, all_ids, router_weights, gate, up, down, left, right = operands
-    num_experts = gate.shape[0] * jax.lax.axis_size(AXIS)
     results: dict[str, jax.Array] = {}
     product, previous = left[0], ""
     zero = jnp.int32(0)  # known only when the call before has ended
@@ -122,18 +120,13 @@ def _run_on_a_device(
         elif kind == "gradients":
             dx = _gradients(operands, all_ids[next(turns)] + zero, config)[0]
             results[kind], zero = dx, (0 * dx[0, 0]).astype(jnp.int32)
-        elif kind == "product":
+        else:
             if previous not in ("", kind):
                 # In place, and one element only: a product depends on the one before it anyway.
                 corner = product[:1, :1] + zero.astype(product.dtype)
                 product = jax.lax.dynamic_update_slice(product, corner, (0, 0))
             product = product @ right[0]
             results[kind], zero = product[None], (0 * product[0, 0]).astype(jnp.int32)
-        else:
-            ids = all_ids[next(turns)] + zero
-            plan = build_plan(ids, num_experts=num_experts, axis_name=AXIS, config=config)
-            # XLA does not know that a count is never negative.
-            results[kind], zero = plan.counts, jnp.minimum(plan.out_of_range, 0)
         previous = kind
     return list(results.values())
 

@@ -10,7 +10,7 @@ from rich.table import Table
 _WIDTH_WITHOUT_TERMINAL = 140
 _CAPTION = """\
 share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
-layer's time; plan: build_plan's share of it; weights: it over reading this GPU's experts once"""
+layer's time; plan: its kernels' share of it; weights: it over reading this GPU's experts once"""
 
 
 def report(measured: dict[str, Any]) -> None:
@@ -41,6 +41,15 @@ def report(measured: dict[str, Any]) -> None:
         console.print(f"not measured: {line}")
 
 
+def summary(name: str, modes: dict[str, Any]) -> str:
+    """A line about one shape, for those who cannot wait for the table."""
+    parts = [
+        f"{mode} {row['layer_s']['median'] * 1e3:.3f} ms, share {row['share']:.3f}"
+        for mode, row in modes.items()
+    ]
+    return f"{name}: {'; '.join(parts)}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         _plus_minus(row["layer_s"], 1e3, ".3f"),
@@ -49,7 +58,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['share']:.3f}",
         "" if row["bound_s"] is None else f"{row['bound_s'] * 1e3:.3f}",
         "" if row["bound_s"] is None else f"{row['share_of_bound']:.3f}",
-        f"{row['plan_share']:.1%}",
+        f"{row['plan_share']:.1%}" if "plan_share" in row else "",
         f"{row['over_reading_weights']:.2f}" if "over_reading_weights" in row else "",
     ]
 
