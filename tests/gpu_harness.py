@@ -1,6 +1,11 @@
 """What the tests on NVIDIA GPUs share."""
 
 import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,7 @@ from jax.sharding import Mesh
 
 import jax_mok
 
+HERE = pathlib.Path(__file__).parent
 MoEConfig = functools.partial(jax_mok.MoEConfig, timeout_s=10.0)
 
 
@@ -36,3 +42,49 @@ def poison_memory(value: np.generic) -> None:
     for gpu in gpus():
         here = jax.sharding.SingleDeviceSharding(gpu)
         jax.jit(lambda: jnp.full(2**26, value), out_shardings=here)().block_until_ready()
+
+
+def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen:
+    """A Python process that runs the code and finds the modules of the tests."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cuda",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        **variables,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def expect_success(*processes: subprocess.Popen) -> None:
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+
+
+JOIN = """
+import sys
+import jax
+process = int(sys.argv[2])
+jax.distributed.initialize(
+    f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=process, local_device_ids=[process]
+)
+"""
+
+
+def run_in_two_processes(code: str, *arguments: object, **variables: str) -> None:
+    """The code of both, one GPU each, knows its `process` and finds the arguments in argv[3:]."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    expect_success(
+        *(start(JOIN + code, port, process, *arguments, **variables) for process in range(2))
+    )

@@ -5,10 +5,6 @@ import ctypes
 import dataclasses
 import functools
 import os
-import pathlib
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -18,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from gpu_harness import MoEConfig, gpus, mesh_of, poison_memory, rank_counts, require_gpus
+from gpu_harness import (
+    MoEConfig,
+    gpus,
+    mesh_of,
+    poison_memory,
+    rank_counts,
+    require_gpus,
+    run_in_two_processes,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
@@ -30,7 +34,6 @@ import jax_mok
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 6e-3
-HERE = pathlib.Path(__file__).parent
 
 
 def pair_of_gpus() -> Mesh:
@@ -434,13 +437,7 @@ def test_float32_is_refused():
 
 
 PROCESS = """
-import sys
-port, process, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-import jax, numpy as np
-jax.distributed.initialize(
-    f"127.0.0.1:{port}", num_processes=2, process_id=process, local_device_ids=[process]
-)
-import gpu_harness, test_gpu
+import gpu_harness, numpy as np, test_gpu
 from jax.experimental import multihost_utils
 inputs = test_gpu.draw("zipf", tokens=600)
 step = test_gpu.forward(2, gpu_harness.MoEConfig())
@@ -448,36 +445,13 @@ for _ in range(5):
     y = step(*test_gpu.on_gpus(inputs, gpu_harness.mesh_of(2)))
 y = multihost_utils.process_allgather(y, tiled=True)
 if process == 0:
-    np.save(result, np.asarray(y).view(np.uint16))
+    np.save(sys.argv[3], np.asarray(y).view(np.uint16))
 """
 
 
 def test_two_processes_get_the_bits_of_one(tmp_path):
-    pair_of_gpus()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    require_gpus(2)
     result = tmp_path / "y.npy"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cuda",
-        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(process), str(result)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
+    run_in_two_processes(PROCESS, result)
     want = run(draw("zipf", tokens=600), 1)
     assert np.load(result).tobytes() == want.view(np.uint16).tobytes()

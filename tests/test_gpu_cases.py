@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_harness import MoEConfig, gpus, mesh_of, rank_counts, require_gpus
+from gpu_harness import HERE, MoEConfig, gpus, mesh_of, rank_counts, require_gpus
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_gpu import HERE, assert_right, draw, forward, on_gpus, run
+from test_gpu import assert_right, draw, forward, on_gpus, run
 
 import jax_mok
 from jax_mok import ffi

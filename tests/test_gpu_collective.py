@@ -1,11 +1,6 @@
 """The collective composition on NVIDIA GPUs: run with `pytest -m gpu`."""
 
 import functools
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import harness
 import jax
@@ -14,7 +9,17 @@ import numpy as np
 import pytest
 import test_gpu
 import test_gpu_plan
-from gpu_harness import MoEConfig, gpus, mesh_of, poison_memory, rank_counts, require_gpus
+from gpu_harness import (
+    MoEConfig,
+    expect_success,
+    gpus,
+    mesh_of,
+    poison_memory,
+    rank_counts,
+    require_gpus,
+    run_in_two_processes,
+    start,
+)
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs
@@ -26,7 +31,6 @@ from jax_mok import ffi
 
 pytestmark = pytest.mark.gpu
 
-HERE = pathlib.Path(__file__).parent
 Collective = functools.partial(MoEConfig, composition="collective")
 
 
@@ -188,13 +192,7 @@ test_gpu.assert_right(test_gpu.run(inputs, 2, config), inputs)
 """
 
 PROCESS = """
-import sys
-port, process = int(sys.argv[1]), int(sys.argv[2])
-import jax, numpy as np
-jax.distributed.initialize(
-    f"127.0.0.1:{port}", num_processes=2, process_id=process, local_device_ids=[process]
-)
-import gpu_harness, test_gpu
+import gpu_harness, numpy as np, test_gpu
 from jax.experimental import multihost_utils
 inputs = test_gpu.draw("zipf", tokens=600)
 step = test_gpu.forward(2, gpu_harness.MoEConfig(composition="collective"))
@@ -205,31 +203,6 @@ test_gpu.assert_right(np.asarray(y), inputs)
 """
 
 
-def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cuda",
-        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        **variables,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def expect_success(*processes: subprocess.Popen) -> None:
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-
-
 def test_gpus_that_show_each_other_no_memory_are_told_the_way_out_and_it_works():
     require_gpus(2)
     expect_success(start(APART, NCCL_WIN_ENABLE="0"))
@@ -237,7 +210,4 @@ def test_gpus_that_show_each_other_no_memory_are_told_the_way_out_and_it_works()
 
 def test_it_is_right_in_two_processes():
     require_gpus(2)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    expect_success(*(start(PROCESS, port, process) for process in range(2)))
+    run_in_two_processes(PROCESS)

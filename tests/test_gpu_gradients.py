@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from gpu_harness import MoEConfig, mesh_of, poison_memory, rank_counts, require_gpus
+from gpu_harness import (
+    MoEConfig,
+    expect_success,
+    mesh_of,
+    poison_memory,
+    rank_counts,
+    require_gpus,
+    run_in_two_processes,
+    start,
+)
 from oracle import Inputs, Outputs
 from routings import ROUTINGS
 from test_gpu import draw, mostly_masked
@@ -142,6 +151,50 @@ def test_checkpointed_layers_give_the_same_bits(policy):
         step = jax.jit(jax.grad(loss), static_argnums=1)
         plain, again = (np.asarray(step(operands.x, flag)) for flag in (False, True))
         assert plain.tobytes() == again.tobytes()
+
+
+PROCESS = """
+import gpu_harness, harness, test_gpu, jax_mok
+from jax.experimental import multihost_utils
+from oracle import Outputs
+inputs = test_gpu.draw("zipf", tokens=600)
+mesh = gpu_harness.mesh_of(2)
+step = harness.layer_step(mesh, gpu_harness.MoEConfig())
+for _ in range(3):
+    outputs = step(harness.shard(inputs, mesh))
+outputs = Outputs(*(multihost_utils.process_allgather(a, tiled=True) for a in outputs))
+jax_mok.check()
+with open(f"{sys.argv[3]}/{process}", "wb") as file:
+    for array in outputs:
+        file.write(array.tobytes())
+"""
+
+
+WITHOUT_GRAPHS = """
+import sys
+import gpu_harness, harness, test_gpu
+ranks = gpu_harness.rank_counts()[-1]
+inputs = test_gpu.draw("zipf", tokens=600)
+want = harness.run_layer_on(gpu_harness.mesh_of(ranks), inputs, gpu_harness.MoEConfig())
+with open(sys.argv[1], "wb") as file:
+    for array in want:
+        file.write(array.tobytes())
+"""
+
+
+def test_gradients_are_bit_equal_without_graphs(tmp_path):
+    result = tmp_path / "gradients"
+    flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    expect_success(start(WITHOUT_GRAPHS, result, **flags, XLA_PYTHON_CLIENT_ALLOCATOR="platform"))
+    want = b"".join(array.tobytes() for array in run(draw("zipf", tokens=600), 1))
+    assert result.read_bytes() == want
+
+
+def test_two_processes_get_the_bits_of_one(tmp_path):
+    require_gpus(2)
+    run_in_two_processes(PROCESS, tmp_path)
+    want = b"".join(array.tobytes() for array in run(draw("zipf", tokens=600), 1))
+    assert [(tmp_path / f"{process}").read_bytes() == want for process in range(2)] == [True] * 2
 
 
 def test_gradients_the_kernel_does_not_take_are_named():
