@@ -10,7 +10,7 @@ from jax_mok.errors import MoEInputError
 
 _DEFAULT_CHUNK_ROWS = 4096
 _HEAD_ROOM = 1.25
-# So little memory that a small load need not wait for room, however it is skewed.
+# Below this the ring costs little, and a small load never waits for room, however skewed.
 _LEAST_DEFAULT_RING_ROWS = 4096
 _MAX_INT32 = 2**31 - 1
 
@@ -72,9 +72,12 @@ def make_layout(config: MoEConfig, *, ranks: int, tokens: int, top_k: int, exper
         )
     # A balanced load ends each expert in a half-empty tile, on average.
     padding = min(local_experts, choices) * TILE_ROWS // 2
-    balanced_rows = max(math.ceil(choices * _HEAD_ROOM) + padding, _LEAST_DEFAULT_RING_ROWS)
-    chunk_rows, ring_rows = _ring(config, balanced_rows, max(max_rows, TILE_ROWS))
-    saved_rows = ring_rows if config.saved_rows is None else config.saved_rows
+    balanced_rows = _round_up(math.ceil(choices * _HEAD_ROOM) + padding, TILE_ROWS)
+    default_rows = max(balanced_rows, _LEAST_DEFAULT_RING_ROWS)
+    chunk_rows, ring_rows = _ring(config, default_rows, max(max_rows, TILE_ROWS))
+    saved_rows = config.saved_rows
+    if saved_rows is None:
+        saved_rows = ring_rows if config.ring_rows else min(ring_rows, balanced_rows)
     return Layout(
         ranks=ranks,
         tokens=tokens,
@@ -87,9 +90,9 @@ def make_layout(config: MoEConfig, *, ranks: int, tokens: int, top_k: int, exper
     )
 
 
-def _ring(config: MoEConfig, balanced_rows: int, worst_rows: int) -> tuple[int, int]:
+def _ring(config: MoEConfig, default_rows: int, worst_rows: int) -> tuple[int, int]:
     """Rows of a chunk, and of the ring."""
-    wanted = min(config.ring_rows or max(balanced_rows, 1), worst_rows)
+    wanted = min(config.ring_rows or default_rows, worst_rows)
     if config.chunk_rows is not None:
         chunk_rows = min(config.chunk_rows, worst_rows)
     else:

@@ -6,8 +6,8 @@ With n ranks, T tokens a rank, K choices a token, E experts of all ranks, widths
     R  rows of the ring: `MoEConfig.ring_rows`, at least 256
     S  segments of the plan's sort: ⌈n·T·K / s⌉ of s = 512·⌈⌈n·T·K / 128⌉ / 512⌉ choices
     W  items of work: ⌊M/256⌋·(⌈I/128⌉ + ⌈H/256⌉) + 2·E/n·(⌈I/256⌉ + ⌈H/512⌉)
-    V  waves, if composed: ⌈M/64 / (R/64 − g + 1)⌉, g being the largest of 48, 40, 36, 28, 24, 16
-       and 12 tiles of which the ring holds two, else 4
+    V  waves, if composed: 1 if M ≤ R, else ⌈M/64 / (R/64 − g + 1)⌉, g being the largest of 48, 40,
+       36, 28, 24, 16 and 12 tiles of which the ring holds two, else 4
 
 The parts and their formulas are those of `_arena` and `_workspace` below; every array is rounded up
 to 256 bytes. `cuda/link/arena_layout.h` and `cuda/call/workspace.cc` lay the same parts out.
@@ -182,6 +182,7 @@ def _workspace(
         _part("work list", "16·W", 16 * W),
         _part("counters of tiles", "8·M/64", 4 * tiles, 4 * tiles),
         _part("hidden ring", "2·R·I", 2 * R * I),
+        _part("row of zeros", "2·H", 2 * H),
         _part("single words", "40", 20, 8, 4, 4, 4),
         _part("waves", "32·V", 24 * V, 8 * V) if composed else _part("next item", "4", 4),
     ]
@@ -215,6 +216,8 @@ def _segments(choices: int) -> int:
 
 def _waves(tiles: int, ring_tiles: int) -> int:
     """`wave_shape` in `cuda/sm90/work.h`: a step's last group of tiles may reach beyond it."""
+    if tiles <= ring_tiles:
+        return 1
     group = next((g for g in (48, 40, 36, 28, 24, 16, 12) if 2 * g <= ring_tiles), 4)
     return _ceil(tiles, ring_tiles - group + 1)
 

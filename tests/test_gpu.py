@@ -356,7 +356,10 @@ def test_calls_after_one_to_which_a_rank_came_too_late_are_right(late_rank, disp
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kernel_that_takes_longer_than_the_time_out_ends(ranks):
-    """Waits within the kernel expire then, all of them, and calls with more time are right."""
+    """Waits within the kernel expire then, all of them, and calls with more time are right.
+
+    Those of the composed path are too short for that.
+    """
     require_gpus(ranks)
     inputs = draw(tokens=8192, hidden=1024, inner=1024, choices=4)
     in_time = MoEConfig(ring_rows=256, chunk_rows=64)

@@ -11,14 +11,12 @@ import test_gpu
 import test_gpu_plan
 from gpu_harness import (
     MoEConfig,
-    expect_success,
     gpus,
     mesh_of,
     poison_memory,
     rank_counts,
     require_gpus,
     run_in_two_processes,
-    start,
 )
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -181,16 +179,6 @@ def test_weighted_sum_has_the_bits_of_the_cpu(tokens, choices, width, dtype):
     assert on_each[0].tobytes() == on_each[1].tobytes()
 
 
-APART = """
-import pytest
-import gpu_harness, test_gpu, jax_mok
-inputs = test_gpu.draw("zipf", tokens=600)
-with pytest.raises(Exception, match=r"MoEConfig\\(composition='collective'\\)"):
-    test_gpu.run(inputs, 2, gpu_harness.MoEConfig(composition="fused"))
-config = gpu_harness.MoEConfig(composition="collective")
-test_gpu.assert_right(test_gpu.run(inputs, 2, config), inputs)
-"""
-
 PROCESS = """
 import gpu_harness, numpy as np, test_gpu
 from jax.experimental import multihost_utils
@@ -201,11 +189,6 @@ for _ in range(3):
 y = multihost_utils.process_allgather(y, tiled=True)
 test_gpu.assert_right(np.asarray(y), inputs)
 """
-
-
-def test_gpus_that_show_each_other_no_memory_are_told_the_way_out_and_it_works():
-    require_gpus(2)
-    expect_success(start(APART, NCCL_WIN_ENABLE="0"))
 
 
 def test_it_is_right_in_two_processes():

@@ -21,6 +21,7 @@ CASES = [
     (jax_mok.MoEConfig(ring_rows=4096), SIZES | dict(tokens=17)),
     (jax_mok.MoEConfig(ring_rows=64), SIZES | dict(ranks=1, hidden=7168, top_k=1)),
     (jax_mok.MoEConfig(chunk_rows=192), SIZES | dict(ranks=4, experts=4, inner=14336)),
+    (jax_mok.MoEConfig(composition="composed"), SIZES | dict(ranks=1, tokens=128, experts=16)),
     *(
         (
             jax_mok.MoEConfig(dispatch=dispatch, combine=combine, composition=composition),

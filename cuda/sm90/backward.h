@@ -29,7 +29,7 @@ struct BackwardParams {
   CUtensorMap hidden_blocks;
   CUtensorMap hidden_warps;
 
-  // The weights' gradients, in boxes of 128 bytes a row.
+  // The weights' gradients, in boxes of 128 bytes a row: 64 rows, of d_down in f32 32.
   CUtensorMap d_gate;
   CUtensorMap d_up;
   CUtensorMap d_down;

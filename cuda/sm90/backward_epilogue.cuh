@@ -30,6 +30,10 @@ __device__ SwigluGradient swiglu_gradient(float stored_gate, float stored_up,
           kClamps && fabsf(stored_up) >= limit ? 0.0f : d_up};
 }
 
+__device__ inline uint32_t word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
 // Sum over the four lanes that hold a row's columns, the same in all of them.
 __device__ inline float sum_of_quad(float value) {
   value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, 1));

@@ -28,17 +28,15 @@ struct ListCall {
     const int32_t slot = row_source[row];
     return slot < 0 || slot / plan.choices() == rank ? -1 : slot / plan.top_k;
   }
-  __device__ void find_token(int64_t row) const {
-    const int32_t slot = row_source[row];
-    const int32_t token = slot / plan.top_k;
-    const int64_t own = token - rank * plan.tokens;
-    const bool is_own = own >= 0 && own < plan.tokens;
-    const auto find = [&](const Tokens& in) {
-      return slot < 0 ? tokens.zeros
-                      : (is_own ? in.own : in.received) + (is_own ? own : token) * tokens.width;
+  __device__ void keep_places(int64_t row) const {
+    const int32_t slot = row_source[row], remote = remote_token(row);
+    const auto place_in = [&](const Tokens& in) {
+      return slot < 0      ? tokens.zeros
+             : remote >= 0 ? in.received + remote * tokens.width
+                           : in.own + (slot / plan.top_k - rank * plan.tokens) * tokens.width;
     };
-    list.x_rows[row] = find(tokens.x);
-    list.dy_rows[row] = find(tokens.dy);
+    list.x_rows[row] = place_in(tokens.x);
+    list.dy_rows[row] = place_in(tokens.dy);
   }
 };
 
@@ -57,8 +55,8 @@ __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
   *call.list.tile_count = end.tile;
 }
 
-// One thread follows the waves; the other blocks find the token of every row, and the first row of
-// every token that a peer has.
+// One thread follows the waves; the other blocks find where the token of every row lies, and the
+// first row of every token that a peer has.
 __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall call) {
   extern __shared__ Start starts[];  // [experts + 1]
   if (!call.has_plan()) {
@@ -81,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall cal
   const int64_t rows = int64_t{starts[call.plan.local_experts()].tile} * kTileRows;
   for (int64_t row = (blockIdx.x - 1) * kThreads + threadIdx.x; row < rows;
        row += (gridDim.x - 1) * kThreads) {
-    call.find_token(row);
+    call.keep_places(row);
     const int32_t remote = call.remote_token(row);
     if (remote >= 0) {
       atomicMin(call.list.first_row + remote, static_cast<int32_t>(row));
@@ -137,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) place_items_kernel(const ListCall ca
 }  // namespace
 
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape) {
-  return plan.max_tiles() / shape.work.step_tiles + 1;
+  const int64_t waves = ceil_div(static_cast<int32_t>(plan.max_tiles()), shape.work.step_tiles);
+  return waves > 1 ? waves : 1;
 }
 
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {

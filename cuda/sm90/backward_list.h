@@ -5,7 +5,8 @@
 #include "core/plan.h"
 #include "sm90/backward_work.h"
 
-// The backward kernel's work list, and which tokens it pulls, from a rank's plan.
+// The backward kernel's work list, where its rows' tokens lie, and which of them it pulls, from a
+// rank's plan.
 namespace mok::sm90 {
 
 struct BackwardList {

@@ -74,8 +74,9 @@ class BackwardLoader : LoaderBase<BackwardParams> {
     }
   }
 
-  // What the epilogue of d_hidden needs: for each warpgroup by turns 64 columns of its tile's
-  // pre-activations, in the place of its half of B. Both blocks of a cluster fill as many stages.
+  // What the epilogue of d_hidden needs: a stage has 64 columns of pre-activations for each
+  // warpgroup, in the place of half of B. Both blocks of a cluster fill as many stages, some with
+  // nothing: a stage is free only when both have left it.
   __device__ void load_pre_activations(const BlockWork& work, int wave) {
     constexpr int kBlockElements = 2 * kTileRows * kPanelColumns;
     const bool two_tiles = work.tiles == kBlockTiles;

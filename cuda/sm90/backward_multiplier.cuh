@@ -70,15 +70,6 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
 
   __device__ int ring_tile(int tile) const { return tile % params_.shape.work.ring_tiles; }
 
-  // Of 64 columns of a tile's pre-activations or gradients: [gate, up][64][64] elements.
-  __device__ int64_t block_offset(int tile, int block) const {
-    return (int64_t{tile} * blocks_ + block) * 2 * kTileRows * kPanelColumns;
-  }
-  // What this thread holds of it, in the order of ForwardParams::saved.
-  __device__ int fragment_offset(int group) const {
-    return ((warp_ * kPanelGroups + group) * kWarp + lane_) * 8;
-  }
-
   __device__ RowWeights weights_of(const BlockWork& work) const {
     const int row = tile_of(work) * kTileRows + warp_ * kWarpRows + lane_ / 4;
     const auto weight_of = [&](int32_t slot) { return slot < 0 ? 0.0f : params_.weights[slot]; };
@@ -102,13 +93,15 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       if ((panel == 0 || two_tiles) && first_block + panel < blocks_) {
         const float* const gates = accumulators + panel * 2 * kPanelAccumulators;
         const float* const ups = gates + kPanelAccumulators;
-        Bits16* const block =
-            params_.gradient_ring + block_offset(ring_tile(tile), first_block + panel);
+        // Of 64 columns [gate, up][64][64] elements, each in the order of ForwardParams::saved.
+        constexpr int kBlockVectors = kTileRows * kPanelColumns / 8;
+        const int64_t block = int64_t{ring_tile(tile)} * blocks_ + first_block + panel;
+        uint4* const place = reinterpret_cast<uint4*>(params_.gradient_ring) +
+                             block * 2 * kBlockVectors + warp_ * kPanelGroups * kWarp + lane_;
 #pragma unroll
         for (int group = 0; group < kPanelGroups; ++group) {
-          Bits16* const place = block + fragment_offset(group);
-          *reinterpret_cast<uint4*>(place) = pack_group(gates, group);
-          *reinterpret_cast<uint4*>(place + kTileRows * kPanelColumns) = pack_group(ups, group);
+          place[group * kWarp] = pack_group(gates, group);
+          place[kBlockVectors + group * kWarp] = pack_group(ups, group);
         }
       }
     }
@@ -219,7 +212,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
   // are sums of the same parts.
   __device__ void keep_dots(int tile, int part, RowWeights dots) {
     dots = {sum_of_quad(dots.upper), sum_of_quad(dots.lower)};
-    if (lane_ % 4 == 0 && part < params_.shape.replay_columns) {
+    if (lane_ % 4 == 0) {
       const int row = ring_tile(tile) * kTileRows + warp_ * kWarpRows + lane_ / 4;
       float* const parts = params_.dot_parts + int64_t{row} * params_.shape.replay_columns + part;
       parts[0] = dots.upper;
@@ -300,7 +293,6 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       }
       return;
     }
-    announce();  // the staging buffers are free then
     const WeightPlace to{is_down, item.expert,
                          (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows,
                          item.column_block * (is_down ? kBlockColumns : kBlockColumns / 2)};

@@ -63,7 +63,12 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
 
   __device__ void find_tokens(const BlockWork& work, Element** rows,
                               const Bits16* const* tokens) const {
-    find_rows(work, rows, params_.zeros, [&](int32_t, int32_t row) { return tokens[row]; });
+#pragma unroll
+    for (int row = lane_; row < kBlockRows; row += kWarp) {
+      const Bits16* const token =
+          row < work.tiles * kTileRows ? tokens[work.tile * kTileRows + row] : params_.zeros;
+      rows[row] = reinterpret_cast<Element*>(const_cast<Bits16*>(token));
+    }
   }
 
   // The rings are free for a wave when all before it have been read; some of those may be empty.

@@ -63,10 +63,6 @@ constexpr int kGroupColumns = 16;
 constexpr int kPanelGroups = kPanelColumns / kGroupColumns;
 constexpr int kGroupWords = kGroupColumns * kWarpRows / kWarp / 2;  // of two bf16
 
-__device__ inline uint32_t word_of(const uint4& words, int i) {
-  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
 // The i-th word of a group of a panel's accumulators.
 __device__ inline uint32_t pack_pair(const float* panel, int group, int i) {
   const float* const pair = panel + (group * kGroupWords + i) * 2;
@@ -87,17 +83,6 @@ __device__ void stage_group(Element* buffer, int group, const Word& word) {
   auto* const address =
       reinterpret_cast<cute::uint128_t*>(buffer + row * kPanelColumns + eighth * 8);
   cute::SM90_U32x4_STSM_N::copy(word(0), word(1), word(2), word(3), *address);
-}
-
-// Sends a staged panel of hidden rows to the ring. All lanes call it.
-__device__ inline void store_hidden(const CUtensorMap* map, const Element* buffer, int column,
-                                    int ring_row) {
-  cute::tma_store_fence();
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) {
-    cute::SM90_TMA_STORE_2D::copy(map, buffer, column, ring_row);
-    cute::tma_store_arrive();
-  }
 }
 
 // Eight lanes store the 128 bytes of a row of a panel; a warp covers four rows at a time.

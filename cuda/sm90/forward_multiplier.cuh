@@ -70,7 +70,7 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
                                         params_.clamp.limit);
           });
         }
-        store_hidden(&params_.hidden_warps, buffer, panel_column, ring_row);
+        store_hidden(buffer, panel_column, ring_row);
         if (tile < params_.saved_tiles && panel_column < params_.inner) {
           save_panel(gates, ups, tile, panel_column);
         }
@@ -78,6 +78,16 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
     }
     // Four warps write a tile of two panels, or eight warps a panel each: equal weight in sum.
     announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
+  }
+
+  // Sends a staged panel of hidden rows to the ring. All lanes call it.
+  __device__ void store_hidden(const Element* buffer, int column, int ring_row) const {
+    cute::tma_store_fence();
+    __syncwarp();
+    if (lane_ == 0) {
+      cute::SM90_TMA_STORE_2D::copy(&params_.hidden_warps, buffer, column, ring_row);
+      cute::tma_store_arrive();
+    }
   }
 
   // Keeps this thread's pre-activations of a panel; see ForwardParams::saved.

@@ -156,7 +156,8 @@ class LoaderBase {
   const Element* rows_[kGathers];
 
  private:
-  // Where this thread's share of each row begins.
+  // Where this thread's share of each row begins, if the item gathers along rows; else nothing that
+  // is used.
   __device__ void read_rows(const Element* const* rows) {
 #pragma unroll
     for (int i = 0; i < kGathers; ++i) {

@@ -33,7 +33,7 @@ struct Assignment {
   WorkItem item;
   int32_t begin_tile;  // of the rows contracted over, where a product does that
   int32_t end_tile;
-  Element* rows[kBlockRows];  // where they begin: tokens or home slots
+  Element* rows[kBlockRows];  // where they begin: tokens, or home slots, null if none
 };
 
 struct alignas(1024) SharedStorage {

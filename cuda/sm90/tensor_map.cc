@@ -23,20 +23,20 @@ Encode find_encode() {
 
 }  // namespace
 
-template <typename Element>
-bool encode_matrix(CUtensorMap* map, const Element* data, int64_t rows, int64_t columns,
+template <typename Value>
+bool encode_matrix(CUtensorMap* map, const Value* data, int64_t rows, int64_t columns,
                    int box_rows) {
-  constexpr bool kIsFloat = std::is_same_v<Element, float>;
+  constexpr bool kIsFloat = std::is_same_v<Value, float>;
   static const Encode encode = find_encode();
   if (encode == nullptr) {
     return false;
   }
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * sizeof(Element)};
-  const cuuint32_t box[2] = {kSwizzleBytes / sizeof(Element), static_cast<cuuint32_t>(box_rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * sizeof(Value)};
+  const cuuint32_t box[2] = {kSwizzleBytes / sizeof(Value), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t element_strides[2] = {1, 1};
   return encode(map, kIsFloat ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                2, const_cast<Element*>(data), sizes, strides, box, element_strides,
+                2, const_cast<Value*>(data), sizes, strides, box, element_strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;

@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_weights(const BackwardParams& params,
     const int matrix_panel = place.is_down ? panel : panel / 2;  // of gate and up by turns
     const int column = place.column + matrix_panel * kPanelColumns + in_panel;
     if (column >= params.inner) {
-      continue;
+      break;
     }
     char* const buffer = buffers + step % 2 * kWeightBufferBytes;
     const float* const values = accumulators + step * Step::kValues;
@@ -135,9 +135,11 @@ __device__ __forceinline__ void store_weights(const BackwardParams& params,
       cute::tma_store_arrive();
     }
   }
+  // The buffers are all warps' again when the thread that stored from them has waited.
   if (thread == 0) {
     cute::tma_store_wait<0>();
   }
+  cutlass::arch::NamedBarrier::sync(kWarpgroup, half);
 }
 
 }  // namespace mok::sm90

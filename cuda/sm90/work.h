@@ -227,30 +227,35 @@ WorkShape shape_of_groups(int32_t cluster, int32_t ring_tiles, int32_t hidden, i
   return shape;
 }
 
-// Groups and steps as large as wanted, or as a ring of `ring_tiles` allows if there may be more of
-// them: it holds the hidden rows of a step and of the `lag` steps before it, and the last group of
-// a step may reach beyond.
+// Tiles that a ring has room for: no end of them, if it holds the most that there may be.
+inline int32_t room_of(int32_t ring_tiles, int32_t most_tiles) {
+  constexpr int32_t kEndless = 1 << 30;
+  return most_tiles <= ring_tiles ? kEndless : ring_tiles;
+}
+
+// Groups and steps as large as wanted, or as the ring has room: it holds the hidden rows of a step
+// and of the `lag` steps before it, and the last group of a step may reach beyond.
 inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles, int32_t hidden,
                             int32_t inner, int32_t group_units, int32_t step_tiles) {
-  const bool all_fit = most_tiles <= ring_tiles;
-  const auto fits = [&](int32_t group_tiles) { return all_fit || 2 + group_tiles <= ring_tiles; };
+  const int32_t room = room_of(ring_tiles, most_tiles);
+  const auto fits = [&](int32_t group_tiles) { return 2 + group_tiles <= room; };
   WorkShape shape = shape_of_groups(cluster, ring_tiles, hidden, inner, group_units, fits);
   if (fits(shape.group_tiles())) {
-    const int32_t most = (ring_tiles - shape.group_tiles()) / 2;
-    shape.step_tiles = all_fit || step_tiles < most ? step_tiles : most;
+    const int32_t most = (room - shape.group_tiles()) / 2;
+    shape.step_tiles = step_tiles < most ? step_tiles : most;
     shape.lag = 1;
   }
   return shape;
 }
 
-// Steps that are waves, one after the other: all tiles if the ring holds the most that there may
-// be; else as large as it allows, groups small enough for most of the ring to be the step's.
+// Steps that are waves, one after the other: as large as the ring has room, groups small enough for
+// most of the ring to be the step's.
 inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles, int32_t hidden,
                             int32_t inner, int32_t group_units) {
-  const bool all_fit = most_tiles <= ring_tiles;
-  const auto fits = [&](int32_t group_tiles) { return all_fit || 2 * group_tiles <= ring_tiles; };
+  const int32_t room = room_of(ring_tiles, most_tiles);
+  const auto fits = [&](int32_t group_tiles) { return 2 * group_tiles <= room; };
   WorkShape shape = shape_of_groups(cluster, ring_tiles, hidden, inner, group_units, fits);
-  shape.step_tiles = all_fit ? ring_tiles : ring_tiles - shape.group_tiles() + 1;
+  shape.step_tiles = room - shape.group_tiles() + 1;
   return shape;
 }
 

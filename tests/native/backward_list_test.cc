@@ -49,6 +49,8 @@ int main() {
     const BackwardTable table{shape, {shape.work, starts.data(), experts}, saved};
 
     const int count = table.wave_count();
+    REQUIRE(count <= std::max(1, ceil_div(most_tiles, shape.work.step_tiles)));
+    REQUIRE(most_tiles > ring || count == 1);
     std::vector<BackwardWave> waves;
     int first_item = 0;
     for (int w = 0; w < count; ++w) {
