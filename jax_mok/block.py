@@ -1,0 +1,114 @@
+"""What the modules for Flax and Equinox share: router, experts and shared expert as functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jax_mok.config import MoEConfig
+from jax_mok.errors import MoEInputError
+from jax_mok.moe import moe
+from jax_mok.router import Router, Routing
+
+ROUTER_SCALE = 0.02
+"""Deviation of a new router's weights: small, so that no expert begins ahead of the others."""
+
+
+class MoEOutput(NamedTuple):
+    """What a module returns.
+
+    Attributes:
+      y: [..., H].
+      routing: of the tokens, [T, K] and [T, E]: what the losses of `jax_mok.router` take.
+      logits: float32 [T, E].
+    """
+
+    y: jax.Array
+    routing: Routing
+    logits: jax.Array
+
+
+class Weights(NamedTuple):
+    """Of a module.
+
+    Attributes:
+      router: float32 [H, E].
+      bias: float32 [E], or None.
+      gate: [E, H, I].
+      up: [E, H, I].
+      down: [E, I, H].
+      shared: gate and up [H, S], down [S, H], by name; or None.
+    """
+
+    router: jax.Array
+    bias: jax.Array | None
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    shared: Mapping[str, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What of a module is no array.
+
+    Attributes:
+      router: how experts are chosen.
+      mesh: the devices that the layer runs on.
+      axis_name: the mesh axis over which experts are partitioned.
+      config: options of the layer.
+      dtype: of the experts' products and of y; None: that of x.
+    """
+
+    router: Router
+    mesh: Mesh
+    axis_name: str
+    config: MoEConfig | None
+    dtype: DTypeLike | None
+
+    def check(self, experts: int) -> None:
+        """Looks whether so many experts fit.
+
+        Raises:
+          MoEInputError: if the mesh has no such axis, or it does not divide the experts.
+        """
+        if self.axis_name not in self.mesh.shape:
+            raise MoEInputError(
+                f"axis_name={self.axis_name!r} is no axis of the mesh, which has "
+                f"{', '.join(map(repr, self.mesh.shape))}"
+            )
+        ranks = self.mesh.shape[self.axis_name]
+        if experts % ranks:
+            raise MoEInputError(
+                f"{experts} experts cannot be divided among the {ranks} devices of mesh axis "
+                f"{self.axis_name!r}"
+            )
+
+    def __call__(self, x: jax.Array, weights: Weights) -> MoEOutput:
+        """Applies the chosen experts, and the shared one, to tokens [..., H]."""
+        dtype = self.dtype or x.dtype
+        tokens = x.reshape(-1, x.shape[-1]).astype(dtype)
+        # f32 logits whatever the products are, so that rounding does not decide the routes.
+        logits = tokens.astype(jnp.float32) @ weights.router
+        routing = self.router(logits, weights.bias)
+        y = moe(
+            tokens,
+            routing.ids,
+            routing.weights,
+            weights.gate,
+            weights.up,
+            weights.down,
+            mesh=self.mesh,
+            axis_name=self.axis_name,
+            config=self.config,
+        )
+        if weights.shared is not None:
+            gate, up, down = (weights.shared[name].astype(dtype) for name in ("gate", "up", "down"))
+            y = y + (jax.nn.silu(tokens @ gate) * (tokens @ up)) @ down
+        return MoEOutput(y.reshape(x.shape), routing, logits)
