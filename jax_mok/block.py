@@ -34,7 +34,7 @@ class MoEOutput(NamedTuple):
     logits: jax.Array
 
 
-class Weights(NamedTuple):
+class BlockWeights(NamedTuple):
     """Of a module.
 
     Attributes:
@@ -90,7 +90,7 @@ class Block:
                 f"{self.axis_name!r}"
             )
 
-    def __call__(self, x: jax.Array, weights: Weights) -> MoEOutput:
+    def __call__(self, x: jax.Array, weights: BlockWeights) -> MoEOutput:
         """Applies the chosen experts, and the shared one, to tokens [..., H]."""
         dtype = self.dtype or x.dtype
         tokens = x.reshape(-1, x.shape[-1]).astype(dtype)

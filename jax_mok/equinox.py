@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_mok.block import ROUTER_SCALE, Block, MoEOutput, Weights
+from jax_mok.block import ROUTER_SCALE, Block, BlockWeights, MoEOutput
 from jax_mok.config import MoEConfig
 from jax_mok.router import Router
 
@@ -104,7 +104,7 @@ class MoE(eqx.Module):
 
     def __call__(self, x: jax.Array) -> MoEOutput:
         """Applies the chosen experts, and the shared one, to tokens [..., H] over all mesh axes."""
-        weights = Weights(
+        weights = BlockWeights(
             router=self.router_kernel,
             bias=self.router_bias,
             gate=self.gate,

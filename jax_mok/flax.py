@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_mok.block import ROUTER_SCALE, Block, MoEOutput, Weights
+from jax_mok.block import ROUTER_SCALE, Block, BlockWeights, MoEOutput
 from jax_mok.config import MoEConfig
 from jax_mok.router import Router
 
@@ -99,7 +99,7 @@ class MoE(nnx.Module):
         shared = None
         if self.shared is not None:
             shared = {name: self.shared[name][...] for name in ("gate", "up", "down")}
-        weights = Weights(
+        weights = BlockWeights(
             router=self.router_kernel[...],
             bias=None if self.router_bias is None else self.router_bias[...],
             gate=self.gate[...],

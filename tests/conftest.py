@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
     on_gpus = config.getoption("markexpr") == "gpu"
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if on_gpus else "cpu")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """The GPU tests, all in `test_gpu*.py`, run where the libraries of the others are missing."""
+    is_file = collection_path.suffix == ".py"
+    on_gpus = config.getoption("markexpr") == "gpu"
+    return True if on_gpus and is_file and not collection_path.match("test_gpu*.py") else None
 
 
 @pytest.fixture(autouse=True)

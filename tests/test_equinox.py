@@ -8,19 +8,12 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from module_harness import EXPERTS, HIDDEN, INNER, SHARED, loss_of, mesh_of, plain, tokens
 
 import jax_mok
-from jax_mok import router
+from jax_mok.block import BlockWeights
 from jax_mok.equinox import MoE
 from jax_mok.router import Router
-
-HIDDEN, INNER, EXPERTS, SHARED = 16, 24, 8, 40
-
-
-def mesh_of(**axes: int) -> Mesh:
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
-    )
 
 
 def make(
@@ -38,22 +31,11 @@ def make(
     )
 
 
-def tokens(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((*shape, HIDDEN)).astype(np.float32)
-
-
-def plain(layer: MoE, x: np.ndarray) -> np.ndarray:
-    """The layer by its definition."""
-    flat = np.asarray(x).reshape(-1, HIDDEN)
-    gate, up, down, kernel = (
-        np.asarray(a) for a in (layer.gate, layer.up, layer.down, layer.router_kernel)
+def by_definition(layer: MoE, x: np.ndarray) -> np.ndarray:
+    weights = BlockWeights(
+        layer.router_kernel, layer.router_bias, layer.gate, layer.up, layer.down, layer.shared
     )
-    ids, weights, _ = layer.block.router(flat @ kernel, layer.router_bias)
-    y = jax_mok.reference_moe(flat, ids, weights, gate, up, down)
-    if layer.shared is not None:
-        gate, up, down = (np.asarray(layer.shared[name]) for name in ("gate", "up", "down"))
-        y = y + (jax.nn.silu(flat @ gate) * (flat @ up)) @ down
-    return np.asarray(y).reshape(x.shape)
+    return plain(layer.block.router, weights, x)
 
 
 @pytest.mark.parametrize("shared_inner", [0, SHARED])
@@ -63,7 +45,7 @@ def test_the_module_is_the_layer(axes, kind, shared_inner):
     layer = make(mesh_of(**axes), Router(2, kind), shared_inner=shared_inner)
     x = tokens(4, 8)
     y, routing, logits = eqx.filter_jit(layer)(x)
-    np.testing.assert_allclose(y, plain(layer, x), rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(y, by_definition(layer, x), rtol=2e-4, atol=2e-5)
     assert (routing.ids.shape, logits.shape) == ((32, 2), (32, EXPERTS))
 
 
@@ -74,12 +56,6 @@ def test_weights_are_partitioned_as_they_say():
     placed = jax.device_put(layer, layer.shardings())
     assert placed.down.sharding == NamedSharding(mesh, P("ep"))
     assert placed.shared["up"].sharding == NamedSharding(mesh, P())
-
-
-def loss_of(layer: MoE, x: jax.Array) -> jax.Array:
-    y, routing, logits = layer(x)
-    balance, z = router.load_balancing_loss(routing), router.z_loss(logits)
-    return jnp.mean((y - 1) ** 2) + 0.01 * balance + 0.001 * z
 
 
 def test_gradients_reach_every_weight_and_training_lowers_the_loss():
@@ -125,7 +101,7 @@ def test_layers_can_be_stacked_and_scanned():
 
     want = tokens(32)
     for layer in layers:
-        want = want + plain(layer, want)
+        want = want + by_definition(layer, want)
     np.testing.assert_allclose(run(stacked, jnp.asarray(tokens(32))), want, rtol=1e-3, atol=1e-4)
 
 

@@ -9,19 +9,12 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from module_harness import EXPERTS, HIDDEN, INNER, SHARED, loss_of, mesh_of, plain, tokens
 
 import jax_mok
-from jax_mok import router
+from jax_mok.block import BlockWeights
 from jax_mok.flax import MoE
 from jax_mok.router import Router
-
-HIDDEN, INNER, EXPERTS, SHARED = 16, 24, 8, 40
-
-
-def mesh_of(**axes: int) -> Mesh:
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
-    )
 
 
 def make(mesh: Mesh | None = None, *, seed: int = 0, **options) -> MoE:
@@ -39,20 +32,13 @@ def make(mesh: Mesh | None = None, *, seed: int = 0, **options) -> MoE:
     )
 
 
-def tokens(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((*shape, HIDDEN)).astype(np.float32)
-
-
-def plain(layer: MoE, x: np.ndarray) -> np.ndarray:
-    """The layer by its definition."""
-    flat = x.reshape(-1, HIDDEN)
+def by_definition(layer: MoE, x: np.ndarray) -> np.ndarray:
+    shared = layer.shared and {name: layer.shared[name][...] for name in ("gate", "up", "down")}
     bias = None if layer.router_bias is None else layer.router_bias[...]
-    ids, weights, _ = layer.block.router(flat @ layer.router_kernel[...], bias)
-    y = jax_mok.reference_moe(flat, ids, weights, layer.gate[...], layer.up[...], layer.down[...])
-    if layer.shared is not None:
-        gate, up, down = (layer.shared[name][...] for name in ("gate", "up", "down"))
-        y = y + (jax.nn.silu(flat @ gate) * (flat @ up)) @ down
-    return np.asarray(y).reshape(x.shape)
+    experts = (layer.gate[...], layer.up[...], layer.down[...])
+    return plain(
+        layer.block.router, BlockWeights(layer.router_kernel[...], bias, *experts, shared), x
+    )
 
 
 @pytest.mark.parametrize("shared_inner", [0, SHARED])
@@ -62,7 +48,7 @@ def test_the_module_is_the_layer(axes, kind, shared_inner):
     layer = make(mesh_of(**axes), router=Router(2, kind), shared_inner=shared_inner)
     x = tokens(4, 8)
     y, routing, logits = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    np.testing.assert_allclose(y, plain(layer, x), rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(y, by_definition(layer, x), rtol=2e-4, atol=2e-5)
     assert (routing.ids.shape, logits.shape) == ((32, 2), (32, EXPERTS))
 
 
@@ -75,12 +61,6 @@ def test_weights_say_how_they_are_partitioned():
     assert specs["router_kernel"].get_value() in (P(), None)
     shardings = nnx.get_named_sharding(nnx.state(layer, nnx.Param), mesh)
     assert shardings["up"].get_value() == NamedSharding(mesh, P("ep", None, None))
-
-
-def loss_of(layer: MoE, x: jax.Array) -> jax.Array:
-    y, routing, logits = layer(x)
-    balance, z = router.load_balancing_loss(routing), router.z_loss(logits)
-    return jnp.mean((y - 1) ** 2) + 0.01 * balance + 0.001 * z
 
 
 def test_gradients_reach_every_parameter_and_training_lowers_the_loss():
@@ -138,7 +118,7 @@ def test_layers_can_be_stacked_and_scanned():
     graph, state = nnx.split(stack)
     for index in range(3):
         layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=index: leaf[i], state))
-        want = want + plain(layer, want)
+        want = want + by_definition(layer, want)
     np.testing.assert_allclose(run(stack, jnp.asarray(x)), want, rtol=1e-3, atol=1e-4)
 
 

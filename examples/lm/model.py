@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_mok
+from jax_mok import router
 
 BYTES = 256
 HEAD_WIDTH = 32
@@ -77,27 +78,20 @@ class MoE(nnx.Module):
 
 def _route_and_mix(
     x: jax.Array,
-    router: jax.Array,
+    kernel: jax.Array,
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
     *,
     top_k: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One device's sequences [B/n, S, H] through the experts of all devices.
-
-    The loss is that of Switch Transformer (Fedus, Zoph and Shazeer 2021, equation 4) over all k
-    choices of all devices: E * sum_e share_e * mean_probability_e, which is 1 for an even load.
-    """
+    """One device's sequences [B/n, S, H] through the experts of all devices."""
     tokens = x.reshape(-1, x.shape[-1])
     # f32 logits whatever the activations are, so that rounding does not decide the routing.
-    probabilities = jax.nn.softmax(tokens.astype(jnp.float32) @ router)
-    weights, ids = jax.lax.top_k(probabilities, top_k)
-    y = jax_mok.moe_ffn(tokens, ids, weights, gate, up, down, axis_name=AXIS)
-    experts = router.shape[-1]
-    share = jax.lax.pmean(jax.nn.one_hot(ids, experts).mean((0, 1)), AXIS)
-    mean_probability = jax.lax.pmean(probabilities.mean(0), AXIS)
-    return y.reshape(x.shape), experts * (share * mean_probability).sum(), share
+    routing = router.Router(top_k, renormalise=False)(tokens.astype(jnp.float32) @ kernel)
+    y = jax_mok.moe_ffn(tokens, routing.ids, routing.weights, gate, up, down, axis_name=AXIS)
+    load = router.load_of(routing.ids, kernel.shape[-1], AXIS)
+    return y.reshape(x.shape), router.load_balancing_loss(routing, AXIS), load.shares
 
 
 class Block(nnx.Module):

@@ -12,16 +12,9 @@
 #include <vector>
 
 #include "sm90/backward_work.h"
+#include "units.h"
 
 using namespace mok::sm90;
-
-#define REQUIRE(condition)                                    \
-  do {                                                        \
-    if (!(condition)) {                                       \
-      std::printf("line %d: not %s\n", __LINE__, #condition); \
-      std::exit(1);                                           \
-    }                                                         \
-  } while (0)
 
 int main() {
   std::mt19937 rng(7);
@@ -32,19 +25,12 @@ int main() {
       t = rng() % 4 ? rng() % most : 0;
     }
     const int cluster = 1 + rng() % 2;
-    std::vector<Start> starts;
-    int total = 0;
     const int ring = 2 * cluster + rng() % (trial % 2 ? 12 : 100);
     const int most_tiles = std::reduce(tiles.begin(), tiles.end()) + rng() % 2 * (rng() % 20);
     const BackwardShape shape = backward_shape(cluster, ring, most_tiles, 64 * (1 + rng() % 20),
                                                64 * (1 + rng() % 20), 1 + rng() % 10);
-    Units units{};
-    for (int count : tiles) {
-      starts.push_back({units, total});
-      units = units + units_of(shape.work, count);
-      total += count;
-    }
-    starts.push_back({units, total});
+    const std::vector<Start> starts = starts_of(shape.work, tiles);
+    const auto [units, total] = starts.back();
     const int saved = rng() % (total + 10);
     const BackwardTable table{shape, {shape.work, starts.data(), experts}, saved};
 

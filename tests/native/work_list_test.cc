@@ -9,30 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "sm90/unit_table.h"
+#include "units.h"
 
 using namespace mok::sm90;
 
-#define REQUIRE(condition)                                    \
-  do {                                                        \
-    if (!(condition)) {                                       \
-      std::printf("line %d: not %s\n", __LINE__, #condition); \
-      std::exit(1);                                           \
-    }                                                         \
-  } while (0)
-
 namespace {
-
-std::vector<Start> starts_of(const WorkShape& shape, const std::vector<int>& tiles) {
-  std::vector<Start> starts;
-  Start total{};
-  for (int count : tiles) {
-    starts.push_back(total);
-    total = {total.units + units_of(shape, count), total.tile + count};
-  }
-  starts.push_back(total);
-  return starts;
-}
 
 std::vector<WorkItem> list_work(const UnitTable& table) {
   const WorkShape& shape = table.shape;
