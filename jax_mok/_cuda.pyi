@@ -10,6 +10,22 @@ def plan_fits(
 def plan_workspace_bytes(
     *, ranks: int, tokens: int, top_k: int, experts: int, tile_rows: int, chunk_rows: int
 ) -> int: ...
+def backward_arena_bytes(
+    *,
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    tile_rows: int,
+    chunk_rows: int,
+    ring_rows: int,
+    hidden: int,
+    inner: int,
+    dispatch_push: bool,
+    reverse_combine_push: bool,
+    reverse_dispatch_push: bool,
+    composed: bool,
+) -> int: ...
 def backward_workspace_bytes(
     *,
     ranks: int,
@@ -21,6 +37,10 @@ def backward_workspace_bytes(
     ring_rows: int,
     hidden: int,
     inner: int,
+    dispatch_push: bool,
+    reverse_combine_push: bool,
+    reverse_dispatch_push: bool,
+    composed: bool,
 ) -> int: ...
 def arena_bytes(
     *,

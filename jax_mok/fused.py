@@ -79,7 +79,7 @@ def backward(
     kernel fits it.
     """
     shapes = (x, router_weights, *weights)
-    reason = _why_no_gradient(call) or gpu.why_not(call.layout) or _why_not(x, weights)
+    reason = gpu.why_not(call.layout) or _why_not(x, weights)
     if reason is not None:
         zeros = [
             refuse_when_lowered(vary(jnp.zeros(a.shape, dtype), call.axes), reason)
@@ -92,6 +92,8 @@ def backward(
         "ring_rows": np.int64(gpu.ring_rows(layout)),
         "hidden": np.int64(x.shape[1]),
         "inner": np.int64(weights.gate.shape[2]),
+        **gpu.reverse_directions(call.config),
+        "composed": np.bool_(call.config.composition == "composed"),
     }
     assert ffi.cuda is not None
     workspace_bytes = ffi.cuda.backward_workspace_bytes(**gpu.arguments(sizes))
@@ -112,22 +114,10 @@ def backward(
         routed_plan.row_source,
         routed_plan.expert_tile,
         routed_plan.slot_rank,
+        routed_plan.slot_row,
     )
     dx, d_router_weights, *d_weights, _ = ffi.call(target, results, operands, attributes, call.axes)
     return Gradients(dx, d_router_weights, Weights(*d_weights))
-
-
-def _why_no_gradient(call: Call) -> str | None:
-    config = call.config
-    if config.composition not in ("auto", "fused"):
-        return f"composition={config.composition!r} has no gradients on GPUs: use 'auto'"
-    if (config.reverse_combine, config.reverse_dispatch) != ("pull", "push"):
-        return (
-            f"reverse_combine={config.reverse_combine!r} with "
-            f"reverse_dispatch={config.reverse_dispatch!r} has no GPU kernel yet: use 'pull' and "
-            "'push'"
-        )
-    return None
 
 
 def _clamp(call: Call) -> np.generic:

@@ -98,6 +98,15 @@ def directions(config: MoEConfig) -> dict[str, np.generic]:
     }
 
 
+def reverse_directions(config: MoEConfig) -> dict[str, np.generic]:
+    """Likewise of the backward pass, in which tokens are dispatched again."""
+    return {
+        "dispatch_push": np.bool_(config.dispatch == "push"),
+        "reverse_combine_push": np.bool_(config.reverse_combine == "push"),
+        "reverse_dispatch_push": np.bool_(config.reverse_dispatch == "push"),
+    }
+
+
 def meeting(call: Call) -> dict[str, np.generic | np.ndarray]:
     """The attributes by which the ranks of a call find each other, and how long they wait."""
     return {

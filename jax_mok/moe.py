@@ -306,13 +306,13 @@ def _moe_backward(
     is_summed = any(jax.lax.axis_size(axis) > 1 for axis in summed_axes)
     weight_dtype = jnp.dtype(jnp.float32) if is_summed else jnp.result_type(*weights)
 
-    def on_cpu(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+    def in_waves(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         gradients = layer.backward(call, *residuals, dy=dy)
         return gradients._replace(
             weights=Weights(*(d.astype(weight_dtype) for d in gradients.weights))
         )
 
-    def on_gpu(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+    def in_one_kernel(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         return fused.backward(
             call,
             residuals.routed.plan,
@@ -326,10 +326,14 @@ def _moe_backward(
 
     def elsewhere(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         reason = "the MoE layer runs on CPU devices and on NVIDIA GPUs only"
-        return on_cpu(refuse_when_lowered(dy, reason), residuals)
+        return in_waves(refuse_when_lowered(dy, reason), residuals)
 
     gradients = jax.lax.platform_dependent(
-        dy, residuals, cpu=on_cpu, cuda=on_gpu, default=elsewhere
+        dy,
+        residuals,
+        cpu=in_waves,
+        cuda=in_waves if call.config.composition == "collective" else in_one_kernel,
+        default=elsewhere,
     )
     dx, d_router_weights, *d_weights = (
         sum_replicas(gradient, axes)

@@ -150,9 +150,10 @@ def test_the_collective_composition_lets_xla_order_calls(monkeypatch):
 
 
 @with_gpu_kernels
-def test_collective_gradients_on_gpus_are_refused():
-    with pytest.raises(jax_mok.MoEError, match="composition='collective' has no gradients on GPUs"):
-        lower("cuda", "collective", derive=True)
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_collective_gradients_on_gpus_use_nothing_but_the_plan_and_the_sum(ranks):
+    used = targets(lower("cuda", "collective", mesh_of(ranks), derive=True))
+    assert set(used) == {"jax_mok_plan_of_gathered_routes", "jax_mok_weighted_sum"}
 
 
 @with_peers

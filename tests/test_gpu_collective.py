@@ -6,6 +6,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import test_gpu
 import test_gpu_plan
@@ -130,11 +131,17 @@ def test_auto_is_collective_on_gpus_that_do_not_reach_each_other(monkeypatch):
     assert y.tobytes() == run(inputs, 2, Collective()).tobytes()
 
 
-def test_gradients_are_refused():
-    layer = test_gpu.forward(1, Collective())
-    x, *rest = on_gpus(draw(), mesh_of(1))
-    with pytest.raises(jax_mok.MoEError, match="composition='collective' has no gradients on GPUs"):
-        jax.jit(jax.grad(lambda x: layer(x, *rest).astype(jnp.float32).sum()))(x)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("routing", ["zipf", "one_expert", "all_masked"])
+def test_gradients_are_right_and_bit_equal_for_any_number_of_gpus(routing, dtype):
+    inputs = draw(routing, tokens=400)
+    inputs = as_dtype(inputs, dtype)._replace(dy=inputs.dy.astype(dtype))
+    one, *others = (
+        harness.run_layer_on(mesh_of(ranks), inputs, Collective()) for ranks in rank_counts()
+    )
+    for other in others:
+        harness.assert_same_bits(other, one)
+    oracle.assert_close(one, oracle.layer(inputs, None), 8e-3)
 
 
 @pytest.mark.parametrize(

@@ -197,12 +197,40 @@ def test_two_processes_get_the_bits_of_one(tmp_path):
     assert [(tmp_path / f"{process}").read_bytes() == want for process in range(2)] == [True] * 2
 
 
-def test_gradients_the_kernel_does_not_take_are_named():
-    inputs = draw()
-    with pytest.raises(jax_mok.MoEError, match="reverse_dispatch='pull' has no GPU kernel"):
-        run(inputs, 1, MoEConfig(reverse_dispatch="pull"))
-    with pytest.raises(jax_mok.MoEError, match="composition='composed' has no gradients on GPUs"):
-        run(inputs, 1, MoEConfig(composition="composed"))
+WAYS = [
+    dict(
+        dispatch=dispatch,
+        reverse_combine=reverse_combine,
+        reverse_dispatch=reverse_dispatch,
+        composition=composition,
+    )
+    for dispatch in ("pull", "push")
+    for reverse_combine in ("pull", "push")
+    for reverse_dispatch in ("pull", "push")
+    for composition in ("auto", "composed")
+]
+
+
+@pytest.mark.parametrize("ring_rows", [256, None])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+def test_gradients_are_bit_equal_for_all_directions_and_compositions(way, ring_rows):
+    inputs = mostly_masked(draw("zipf", tokens=600, choices=3), share=0.2)
+    want = run(inputs, 1)
+    config = MoEConfig(
+        **way, ring_rows=ring_rows, chunk_rows=ring_rows and 64, saved_rows=ring_rows and 128
+    )
+    for ranks in rank_counts():
+        harness.assert_same_bits(run(inputs, ranks, config), want)
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("way", [WAYS[1], WAYS[-2]], ids=lambda way: "-".join(way.values()))
+def test_all_compositions_give_the_gradients_of_every_load(way, routing):
+    inputs = draw(routing)
+    want = run(inputs, 1)
+    for ranks in rank_counts():
+        harness.assert_same_bits(run(inputs, ranks, MoEConfig(**way)), want)
+    harness.expect_recorded_faults(inputs.expert_ids, 8)
 
 
 def test_a_late_rank_spoils_the_gradients_of_its_call_only():

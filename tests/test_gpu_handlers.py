@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mok
 from jax_mok import ffi
+from jax_mok.sharding import vary_all
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 64, 8, 2
 MISSING_STREAM = r"bad operands at: 0\)"
@@ -89,6 +90,39 @@ def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing,
 
     with pytest.raises(Exception, match=missing):
         jax.block_until_ready(jax.jit(step)(x, ids, weights, up, up, down))
+
+
+@pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize("masters", ["float32", "bfloat16"])
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(("composition", "ranks", "missing"), [WAYS[0], WAYS[1], WAYS[3]])
+def test_handlers_of_gradients_decode_what_they_get(
+    composition, ranks, missing, direction, masters, monkeypatch
+):
+    call = ffi.call
+
+    def without_forward(target, results, operands, attributes, axes):
+        if target.startswith("jax_mok_forward"):
+            zeros = [jnp.zeros(result.shape, result.dtype) for result in results]
+            return vary_all(zeros, axes)
+        return call(target, results, operands, attributes, axes)
+
+    monkeypatch.setattr(ffi, "call", without_forward)
+    config = jax_mok.MoEConfig(
+        composition=composition, reverse_combine=direction, reverse_dispatch=direction
+    )
+    layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
+    ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
+    up = jnp.zeros((EXPERTS, HIDDEN, INNER), masters)
+    down = jnp.zeros((EXPERTS, INNER, HIDDEN), masters)
+    x, weights = jnp.zeros((TOKENS, HIDDEN), jnp.bfloat16), jnp.ones(ids.shape)
+
+    def step(x, weights, *experts):
+        y, pullback = jax.vjp(lambda *ops: layer(ops[0], ids, *ops[1:]), x, weights, *experts)
+        return pullback(y)
+
+    with pytest.raises(Exception, match=missing):
+        jax.block_until_ready(jax.jit(step)(x, weights, up, up, down))
 
 
 @pytest.mark.usefixtures("gpu_program_on_cpu")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_mok
-from jax_mok import ffi
+from jax_mok import ffi, plan
 from jax_mok.gpu import LEAST_RING_ROWS, MOST_EXPERTS
 from jax_mok.layout import make_layout
 
@@ -68,6 +68,58 @@ def test_bytes_are_those_of_the_kernels(config, sizes):
     assert memory.workspace_bytes - tables == ffi.cuda.workspace_bytes(**arguments)
 
 
+BACKWARD_CASES = [
+    (None, SIZES),
+    (None, SIZES | dict(ranks=1)),
+    (None, SIZES | dict(ranks=1, tokens=64)),
+    (None, dict(ranks=72, tokens=1, top_k=1, experts=72, hidden=64, inner=64)),
+    (jax_mok.MoEConfig(ring_rows=64), SIZES | dict(hidden=7168, top_k=1)),
+    (jax_mok.MoEConfig(chunk_rows=192), SIZES | dict(ranks=4, experts=4, inner=14336)),
+    *(
+        (
+            jax_mok.MoEConfig(
+                dispatch=dispatch,
+                reverse_combine=reverse_combine,
+                reverse_dispatch=reverse_dispatch,
+                composition=composition,
+                ring_rows=ring_rows,
+            ),
+            SIZES | dict(ranks=ranks),
+        )
+        for dispatch in ("pull", "push")
+        for reverse_combine in ("pull", "push")
+        for reverse_dispatch in ("pull", "push")
+        for composition in ("auto", "composed")
+        for ring_rows in (4096, None)
+        for ranks in (1, 4)
+    ),
+]
+
+
+@built_with_kernels
+@pytest.mark.parametrize(("config", "sizes"), BACKWARD_CASES)
+def test_bytes_of_the_backward_pass_are_those_of_the_kernels(config, sizes):
+    shared = {name: sizes[name] for name in ("ranks", "tokens", "top_k", "experts")}
+    options = config or jax_mok.MoEConfig()
+    layout = make_layout(options, **shared)
+    memory = jax_mok.memory(config, **sizes, backward=True)
+    arguments = dict(
+        **sizes,
+        tile_rows=64,
+        chunk_rows=layout.chunk_rows,
+        ring_rows=max(layout.ring_rows, LEAST_RING_ROWS),
+        dispatch_push=options.dispatch == "push",
+        reverse_combine_push=options.reverse_combine == "push",
+        reverse_dispatch_push=options.reverse_dispatch == "push",
+        composed=options.composition == "composed",
+    )
+    assert memory.workspace_bytes == ffi.cuda.backward_workspace_bytes(**arguments)
+    assert memory.arena_bytes == ffi.cuda.backward_arena_bytes(**arguments)
+    tables = sum(math.prod(t.shape) * t.dtype.itemsize for t in plan.tables(layout))
+    values = eval("+".join(p.formula for p in memory.kept).replace("·", "*"), {}, memory.sizes)
+    assert values == tables + (layout.saved_rows + 64) * 2 * sizes["inner"] * 2
+
+
 @built_with_kernels
 def test_the_most_experts_are_those_of_the_kernels():
     sizes = dict(ranks=1, tokens=8, top_k=1, tile_rows=64, chunk_rows=64)
@@ -75,23 +127,26 @@ def test_the_most_experts_are_those_of_the_kernels():
     assert not ffi.cuda.plan_fits(experts=MOST_EXPERTS + 1, **sizes)
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("config", "sizes"), CASES)
-def test_formulas_say_what_the_bytes_are(config, sizes):
-    memory = jax_mok.memory(config, **sizes)
-    for part in (*memory.arena, *memory.workspace):
+def test_formulas_say_what_the_bytes_are(config, sizes, backward):
+    memory = jax_mok.memory(config, **sizes, backward=backward)
+    for part in (*memory.kept, *memory.arena, *memory.workspace):
         value = eval(part.formula.replace("·", "*"), {}, memory.sizes)
         assert value <= part.bytes < value + 8 * 256, part
 
 
-def test_table_names_every_part_and_adds_up():
-    memory = jax_mok.memory(**SIZES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_table_names_every_part_and_adds_up(backward):
+    memory = jax_mok.memory(**SIZES, backward=backward)
     first, *lines = str(memory).splitlines()
     assert first.startswith("n=2 T=8192 K=8 E=128 H=2048 I=768 M=")
-    for part in (*memory.arena, *memory.workspace):
+    for part in (*memory.kept, *memory.arena, *memory.workspace):
         assert any(line.split("  ")[1] == part.name for line in lines if line[0] == " "), part
     totals = dict(re.findall(r"^(arena|workspace|total) +([\d.]+)$", "\n".join(lines), re.M))
     assert math.isclose(float(totals["total"]) * 2**20, memory.total_bytes, abs_tol=2**14)
-    assert memory.total_bytes == memory.arena_bytes + memory.workspace_bytes
+    parts = memory.kept_bytes, memory.arena_bytes, memory.workspace_bytes
+    assert memory.total_bytes == sum(parts)
     columns = {line.index(".") for line in lines if "." in line}
     assert len(columns) == 1, "aligned"
 

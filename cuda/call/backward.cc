@@ -8,6 +8,7 @@
 #include "link/exchange.h"
 #include "sm90/backward.h"
 #include "sm90/backward_list.h"
+#include "sm90/backward_moves.h"
 #include "sm90/choices.h"
 #include "sm90/finish.h"
 #include "sm90/tensor_map.h"
@@ -26,30 +27,37 @@ BackwardShape shape_of(const BackwardSizes& sizes) {
                         kGroupUnits);
 }
 
+constexpr int kWaveLaunches = 4;  // of a wave of the composed pass, with items
+
 struct Workspace {
   BackwardList list;
   uint16_t* gradient_ring;  // [ring_rows, 2, inner]
   uint16_t* hidden_ring;    // [ring_rows, inner]
   float* dot_parts;         // [ring_rows, blocks of 128 of inner]
   float4* dw_parts;         // only if there may be several waves
-  uint16_t* received_x;     // [ranks, tokens, hidden]; only with peers
+  uint16_t* received_x;     // [ranks, tokens, hidden]; only if the kernel pulls them
   uint16_t* received_dy;    // likewise
   float* weights;           // [ranks, tokens, top_k]; only with peers
-  uint16_t* own_slots;      // [tokens, top_k, hidden]; only without peers
-  float* own_d_weights;     // [tokens, top_k]; only without peers
+  uint16_t* dx_rows;        // home slots or rows of dx, [rows, hidden]; only without peers
+  float* d_weights;         // likewise of the router weights' gradients, [rows]
+
+  // Only for the composed pass, [ring_rows, hidden]: a wave's rows.
+  uint16_t* x_ring;
+  uint16_t* dy_ring;
+  uint16_t* dx_ring;  // only if they are pushed
 
   // Set to zero before a call: zero_bytes from `zero` on.
   char* zero;
   int64_t zero_bytes;
   int32_t* link_failed;
   int32_t* kernel_failed;
-  int32_t* counts;  // of no plan: the forward call has reported its counts
-  uint16_t* zeros;  // [hidden]
-  uint32_t* next_item;
+  int32_t* counts;         // of no plan: the forward call has reported its counts
+  uint16_t* zeros;         // [hidden]
+  uint32_t* next_items;    // one; or one a launch
   uint32_t* replayed;      // [tiles]
   uint32_t* hidden_ready;  // [tiles]
   uint32_t* wave_done;     // [waves]
-  uint32_t* pulled;        // [tiles]; only with peers
+  uint32_t* pulled;        // [tiles]; only if the kernel pulls
 
   int64_t bytes;
 };
@@ -64,6 +72,8 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   Workspace space{};
   space.list.items = parts.take<WorkItem>(max_backward_items(plan, shape));
   space.list.waves = parts.take<BackwardWave>(waves + 1);
+  space.list.all_items = parts.take<ItemRange>(1);
+  space.list.wave_count = parts.take<int32_t>(1);
   space.list.tile_count = parts.take<int32_t>(1);
   space.list.x_rows = parts.take<const uint16_t*>(tiles * kTileRows);
   space.list.dy_rows = parts.take<const uint16_t*>(tiles * kTileRows);
@@ -77,26 +87,33 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
       waves > 1
           ? parts.take<float4>(int64_t{2} * shape.items_of_expert() * kCluster * kVectorsOfBlock)
           : nullptr;
-  const int64_t all_tokens = plan.ranks * plan.tokens * sizes.hidden;
-  space.received_x = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;
-  space.received_dy = has_peers ? parts.take<uint16_t>(all_tokens) : nullptr;
+  const auto rows_if = [&](bool needed, int64_t rows) {
+    return needed ? parts.take<uint16_t>(rows * sizes.hidden) : nullptr;
+  };
+  space.received_x = rows_if(sizes.pulls_x(), plan.ranks * plan.tokens);
+  space.received_dy = rows_if(sizes.pulls_dy(), plan.ranks * plan.tokens);
   space.weights = has_peers ? parts.take<float>(plan.ranks * plan.choices()) : nullptr;
-  space.own_slots = has_peers ? nullptr : parts.take<uint16_t>(plan.choices() * sizes.hidden);
-  space.own_d_weights = has_peers ? nullptr : parts.take<float>(plan.choices());
+  space.dx_rows = rows_if(!has_peers, sizes.dx_rows());
+  space.d_weights = has_peers ? nullptr : parts.take<float>(sizes.dx_rows());
+  space.x_ring = rows_if(sizes.composed, sizes.ring_rows);
+  space.dy_ring = rows_if(sizes.composed, sizes.ring_rows);
+  space.dx_ring =
+      rows_if(sizes.composed && sizes.directions.reverse_dispatch_push, sizes.ring_rows);
 
   const int64_t zero_begin = parts.used();
   space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
   space.counts = parts.take<int32_t>(kPlanCounts);
-  space.list.counts = parts.take<int32_t>(2);
+  space.list.ranges = parts.take<BackwardRanges>(waves);
   space.zeros = parts.take<uint16_t>(sizes.hidden);
-  space.next_item = parts.take<uint32_t>(1);
+  space.next_items = parts.take<uint32_t>(sizes.composed ? waves * kWaveLaunches : 1);
   space.replayed = parts.take<uint32_t>(tiles);
   space.hidden_ready = parts.take<uint32_t>(tiles);
   space.wave_done = parts.take<uint32_t>(waves);
-  space.pulled = has_peers ? parts.take<uint32_t>(tiles) : nullptr;
-  space.list.to_pull = has_peers ? parts.take<uint64_t>(tiles) : nullptr;
+  const bool pulls = sizes.pulls_x() || sizes.pulls_dy();
+  space.pulled = pulls ? parts.take<uint32_t>(tiles) : nullptr;
+  space.list.to_pull = pulls ? parts.take<uint64_t>(tiles) : nullptr;
   space.zero_bytes = parts.used() - zero_begin;
 
   space.bytes = parts.used();
@@ -135,6 +152,39 @@ bool encode_maps(const BackwardCall& call, const Workspace& space, BackwardParam
                          : encode_gradients<uint16_t>(call, params));
 }
 
+// What the pushing peers have filled, or null.
+struct Received {
+  const uint16_t* x;
+  const uint16_t* dy;
+};
+
+// The backward pass wave by wave instead of in one launch. As many waves as the worst load takes;
+// those without rows end at once.
+void launch_waves(const BackwardCall& call, const Workspace& space, const BackwardParams& all,
+                  const Received& received, int clusters, cudaStream_t stream, Launches& launch) {
+  BackwardParams params = all;
+  const int64_t waves = max_backward_waves(call.sizes.plan, params.shape);
+  for (int32_t wave = 0; wave < waves; ++wave) {
+    const WaveMoves moves{params, space.list.wave_count, wave};
+    launch("dispatch",
+           dispatch_tokens(moves, {call.x, received.x, params.x_offset, space.x_ring},
+                           {call.dy, received.dy, params.dy_offset, space.dy_ring}, stream));
+    const auto multiply = [&](const char* what, const ItemRange* range, int index) {
+      params.range = range;
+      params.next_item = space.next_items + wave * kWaveLaunches + index;
+      launch(what, launch_backward(params, clusters, stream));
+    };
+    const BackwardRanges* const ranges = space.list.ranges + wave;
+    multiply("replay", &ranges->replay, 0);
+    multiply("hidden", &ranges->hidden, 1);
+    multiply("input", &ranges->input, 2);
+    if (call.sizes.directions.reverse_dispatch_push) {
+      launch("combine", combine_gradients(moves, stream));
+    }
+    multiply("weights", &ranges->weights, 3);
+  }
+}
+
 }  // namespace
 
 ArenaLayout backward_arena(const BackwardSizes& sizes) {
@@ -142,9 +192,10 @@ ArenaLayout backward_arena(const BackwardSizes& sizes) {
           .choices = sizes.plan.choices(),
           .tokens = sizes.plan.tokens,
           .width = sizes.hidden,
-          .directions = {},
-          .output_rows = 0,
-          .is_backward = true};
+          .x_is_pushed = sizes.directions.dispatch_push,
+          .rows = sizes.dx_rows(),
+          .is_backward = true,
+          .dy_is_pushed = sizes.directions.reverse_combine_push};
 }
 
 int64_t backward_workspace_bytes(const BackwardSizes& sizes) {
@@ -167,36 +218,63 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   const Device device = device_of(ordinal);
   const int32_t rank = arena == nullptr ? 0 : arena->rank;
   const int64_t choices = plan.choices();
+  const bool is_pushed = sizes.directions.reverse_dispatch_push;
+  // Where this rank finds its tokens' gradients, or leaves those of its experts to be found.
+  uint16_t* dx_rows = space.dx_rows;
+  float* d_weights = space.d_weights;
+  uint16_t* received_x = space.received_x;
+  uint16_t* received_dy = space.received_dy;
+  if (arena != nullptr) {
+    const auto part_of_arena = [&](int64_t offset) {
+      return reinterpret_cast<uint16_t*>(arena->own + offset);
+    };
+    dx_rows = part_of_arena(layout.rows_offset());
+    d_weights = reinterpret_cast<float*>(arena->own + layout.numbers_offset());
+    if (layout.x_is_pushed) {
+      received_x = part_of_arena(layout.x_offset());
+    }
+    if (layout.dy_is_pushed) {
+      received_dy = part_of_arena(layout.dy_offset());
+    }
+  }
 
   BackwardParams params{};
   if (!encode_maps(call, space, &params)) {
     return "the driver refuses the tensor maps of these shapes";
   }
-  params.received_x = space.received_x;
-  params.received_dy = space.received_dy;
+  params.received_x = received_x;
+  params.received_dy = received_dy;
+  params.pulls_x = sizes.pulls_x();
+  params.pulls_dy = sizes.pulls_dy();
   params.weights = arena == nullptr ? call.weights : space.weights;
   params.saved = call.saved;
   params.saved_tiles = call.saved_tiles;
   params.gradient_ring = space.gradient_ring;
-  params.own_slots = space.own_slots;
-  params.own_d_weight = space.own_d_weights;
+  if (space.dx_ring != nullptr) {
+    params.outputs = {space.dx_ring, static_cast<int32_t>(sizes.ring_rows)};
+  } else if (!is_pushed) {
+    params.outputs = {dx_rows, static_cast<int32_t>(plan.max_rows())};
+  }
+  params.d_weight_rows = is_pushed ? nullptr : d_weights;
+  params.own_slots = space.dx_rows;
+  params.own_d_weight = space.d_weights;
   params.bases = arena == nullptr ? nullptr : arena->bases;
-  params.x_offset = layout.dispatch();
-  params.dy_offset = layout.dy();
-  params.slots_offset = layout.combine();
-  params.d_weight_offset = layout.d_weights();
+  params.x_offset = layout.x_offset();
+  params.dy_offset = layout.dy_offset();
+  params.slots_offset = layout.rows_offset();
+  params.d_weight_offset = layout.numbers_offset();
   params.row_source = call.row_source;
   params.zeros = space.zeros;
   params.x_rows = space.list.x_rows;
   params.dy_rows = space.list.dy_rows;
   params.expert_tile = call.expert_tile;
   params.items = space.list.items;
-  params.item_count = space.list.counts;
+  params.range = space.list.all_items;
   params.tile_count = space.list.tile_count;
   params.waves = space.list.waves;
   params.to_pull = space.list.to_pull;
   params.pulled = space.pulled;
-  params.next_item = space.next_item;
+  params.next_item = space.next_items;
   params.replayed = space.replayed;
   params.hidden_ready = space.hidden_ready;
   params.wave_done = space.wave_done;
@@ -227,36 +305,37 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
     constexpr int kLarge = 0x7f;  // in every byte
     launch("first rows", cudaMemsetAsync(space.list.first_row, kLarge,
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
-    launch("publish",
-           publish_gradients(*arena, layout, plan, call.weights, call.x, call.dy, stream));
+    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank, call.x,
+                                        call.dy, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("weights",
-           cudaMemcpyAsync(space.weights, arena->own + layout.routes(),
+           cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                            sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
   }
   launch("work list",
          list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile, call.row_source,
-                       {.x = {call.x, space.received_x},
-                        .dy = {call.dy, space.received_dy},
+                       {.x = {call.x, received_x, space.x_ring},
+                        .dy = {call.dy, received_dy, space.dy_ring},
                         .zeros = space.zeros,
                         .width = sizes.hidden},
                        space.list, space.link_failed, stream));
-  launch("backward", launch_backward(params, device.backward_clusters, stream));
-  const uint16_t* slots = space.own_slots;
-  const float* d_weights = space.own_d_weights;
+  if (sizes.composed) {
+    launch_waves(call, space, params, {received_x, received_dy}, device.backward_clusters, stream,
+                 launch);
+  } else {
+    launch("backward", launch_backward(params, device.backward_clusters, stream));
+  }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
     meet("exit barrier", Meeting::kExit);
-    slots = reinterpret_cast<const uint16_t*>(arena->own + layout.combine());
-    d_weights = reinterpret_cast<const float*>(arena->own + layout.d_weights());
   }
-  launch("sum", weighted_sum({.slots = slots,
-                              .outputs = nullptr,
-                              .bases = nullptr,
-                              .outputs_offset = 0,
-                              .slot_row = nullptr,
+  launch("sum", weighted_sum({.slots = is_pushed ? dx_rows : nullptr,
+                              .outputs = dx_rows,
+                              .bases = params.bases,
+                              .outputs_offset = layout.rows_offset(),
+                              .slot_row = call.slot_row,
                               .slot_rank = call.slot_rank,
                               .weights = nullptr,
                               .out = call.dx,
@@ -264,8 +343,15 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                               .top_k = plan.top_k,
                               .width = params.hidden},
                              stream));
-  launch("router weights",
-         copy_unmasked(d_weights, call.slot_rank, choices, call.d_weights, stream));
+  launch("router weights", collect_choices({.slots = is_pushed ? d_weights : nullptr,
+                                            .rows = d_weights,
+                                            .bases = params.bases,
+                                            .rows_offset = layout.numbers_offset(),
+                                            .slot_row = call.slot_row,
+                                            .slot_rank = call.slot_rank,
+                                            .count = choices,
+                                            .out = call.d_weights},
+                                           stream));
   const int64_t dw_elements =
       plan.local_experts() * sizes.hidden * sizes.inner * (call.dw_is_f32 ? 2 : 1);
   launch("finish", finish({.link_failed = space.link_failed,

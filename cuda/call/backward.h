@@ -7,6 +7,7 @@
 
 #include "call/export.h"
 #include "call/memory.h"
+#include "core/directions.h"
 #include "core/plan.h"
 #include "link/arena_layout.h"
 #include "sm90/backward_work.h"
@@ -16,11 +17,20 @@ namespace mok {
 
 struct BackwardSizes {
   PlanShape plan;
+  BackwardDirections directions;
+  bool composed;
   int64_t ring_rows;
   int64_t hidden;
   int64_t inner;
 
   bool has_peers() const { return plan.ranks > 1; }
+  // Whether the kernel pulls them. (The composed pass pulls row by row.)
+  bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
+  bool pulls_dy() const { return has_peers() && !composed && !directions.reverse_combine_push; }
+  // Home slots of this rank's choices, or rows that its experts may have to take.
+  int64_t dx_rows() const {
+    return directions.reverse_dispatch_push ? plan.choices() : plan.max_rows();
+  }
 };
 
 struct BackwardCall {
@@ -38,9 +48,10 @@ struct BackwardCall {
   const uint16_t* down;   // [local experts, inner, hidden]
   const uint16_t* saved;  // pre-activations of the first `saved_tiles` tiles, see ForwardCall
   int32_t saved_tiles;
-  const int32_t* row_source;  // of the plan, likewise the next two
+  const int32_t* row_source;  // of the plan, likewise the next three
   const int32_t* expert_tile;
   const int32_t* slot_rank;
+  const int32_t* slot_row;
 
   uint16_t* dx;      // [tokens, hidden]
   float* d_weights;  // [tokens, top_k]

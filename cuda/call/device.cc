@@ -10,6 +10,7 @@
 #include "link/exchange.h"
 #include "sm90/backward.h"
 #include "sm90/backward_list.h"
+#include "sm90/backward_moves.h"
 #include "sm90/choices.h"
 #include "sm90/finish.h"
 #include "sm90/forward.h"
@@ -52,8 +53,8 @@ std::string prepare_device(int32_t ordinal) {
   if (error == cudaSuccess) error = prepare_plan();
   if (error == cudaSuccess) error = prepare_forward(&device.clusters);
   if (error == cudaSuccess) error = prepare_backward(&device.backward_clusters);
-  for (const auto load : {load_backward_list, load_choices, load_exchange, load_finish,
-                          load_move_rows, load_weighted_sum, load_work_list}) {
+  for (const auto load : {load_backward_list, load_backward_moves, load_choices, load_exchange,
+                          load_finish, load_move_rows, load_weighted_sum, load_work_list}) {
     if (error == cudaSuccess) error = load();
   }
   if (error == cudaSuccess) {

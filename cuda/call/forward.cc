@@ -54,9 +54,9 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   uint16_t* outputs = space.outputs;
   uint16_t* received = space.received;
   if (arena != nullptr) {
-    (shape.directions.combine_push ? slots : outputs) = part_of_arena(layout.combine());
+    (shape.directions.combine_push ? slots : outputs) = part_of_arena(layout.rows_offset());
     if (shape.directions.dispatch_push) {
-      received = part_of_arena(layout.dispatch());
+      received = part_of_arena(layout.x_offset());
     }
   }
 
@@ -73,8 +73,8 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
                        : RowRing{outputs, static_cast<int32_t>(shape.plan.max_rows())};
   params.own_slots = space.own_slots;
   params.bases = arena == nullptr ? nullptr : arena->bases;
-  params.x_offset = layout.dispatch();
-  params.slots_offset = layout.combine();
+  params.x_offset = layout.x_offset();
+  params.slots_offset = layout.rows_offset();
   params.zeros = space.zeros;
   params.row_source = tables.row_source;
   params.items = space.list.items;
@@ -132,7 +132,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   launch("weighted sum", weighted_sum({.slots = slots,
                                        .outputs = outputs,
                                        .bases = params.bases,
-                                       .outputs_offset = layout.combine(),
+                                       .outputs_offset = layout.rows_offset(),
                                        .slot_row = tables.slot_row,
                                        .slot_rank = tables.slot_rank,
                                        .weights = call.weights,

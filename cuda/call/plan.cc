@@ -57,12 +57,7 @@ bool plan_call_fits(const PlanShape& shape) { return sm90::plan_fits(shape); }
 int64_t plan_workspace_bytes(const PlanShape& shape) { return lay_out(shape, nullptr).bytes; }
 
 ArenaLayout plan_arena_layout(const PlanShape& shape) {
-  return {.ranks = shape.ranks,
-          .choices = shape.choices(),
-          .tokens = shape.tokens,
-          .width = 0,
-          .directions = {},
-          .output_rows = 0};
+  return {.ranks = shape.ranks, .choices = shape.choices(), .tokens = shape.tokens};
 }
 
 std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t stream) {

@@ -29,12 +29,13 @@ int32_t ForwardShape::waves() const {
 }
 
 ArenaLayout arena_layout(const ForwardShape& shape) {
-  return {.ranks = shape.plan.ranks,
-          .choices = shape.plan.choices(),
-          .tokens = shape.plan.tokens,
+  const PlanShape& plan = shape.plan;
+  return {.ranks = plan.ranks,
+          .choices = plan.choices(),
+          .tokens = plan.tokens,
           .width = shape.hidden,
-          .directions = shape.directions,
-          .output_rows = shape.directions.combine_push ? 0 : shape.plan.max_rows()};
+          .x_is_pushed = shape.directions.dispatch_push,
+          .rows = shape.directions.combine_push ? plan.choices() : plan.max_rows()};
 }
 
 Workspace lay_out(const ForwardShape& shape, char* base) {

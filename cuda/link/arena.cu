@@ -73,7 +73,7 @@ struct Peers {
 
 __global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag flag) {
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
-    volatile Flag* const to = reinterpret_cast<Flag*>(bases[peer] + layout.flags()) + rank;
+    volatile Flag* const to = reinterpret_cast<Flag*>(bases[peer] + layout.flags_offset()) + rank;
     to->failed = flag.failed;
     __threadfence_system();
     to->epoch = flag.epoch;
@@ -196,8 +196,8 @@ cudaError_t look(const Lobby& lobby, cudaStream_t stream, std::vector<Flag>* fla
   const ArenaLayout& layout = lobby.arena.layout;
   flags->resize(layout.ranks);
   const cudaError_t status =
-      cudaMemcpyAsync(flags->data(), lobby.arena.own + layout.flags(), sizeof(Flag) * layout.ranks,
-                      cudaMemcpyDeviceToHost, stream);
+      cudaMemcpyAsync(flags->data(), lobby.arena.own + layout.flags_offset(),
+                      sizeof(Flag) * layout.ranks, cudaMemcpyDeviceToHost, stream);
   return status == cudaSuccess ? cudaStreamSynchronize(stream) : status;
 }
 

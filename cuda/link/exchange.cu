@@ -21,12 +21,26 @@ __device__ void copy(void* to, const void* from, int64_t bytes, int64_t thread, 
   }
 }
 
+// What a rank shows the others before a call.
+struct Published {
+  const int32_t* words;   // [tokens, top_k] for all: expert ids, or the bits of router weights
+  const int32_t* ids;     // [tokens, top_k] expert ids; or, if they are null,
+  const int32_t* owners;  // their ranks, kMaskedChoice for none
+  const void* x;          // [tokens, width]
+  const void* dy;         // [tokens, width] of a backward call
+};
+
 // The peer to which the k-th of a token's choices sends it: its expert's rank, unless that is the
 // token's own or an earlier choice has sent it there. -1 for none.
-__device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const int32_t* ids, int32_t k) {
+__device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const Published& published,
+                               int64_t token, int32_t k) {
   const auto owner = [&](int32_t choice) {
-    const int32_t id = ids[choice];
-    return plan.is_expert(id) ? plan.owner(id) : -1;
+    const int64_t place = token * plan.top_k + choice;
+    if (published.ids == nullptr) {
+      return published.owners[place];
+    }
+    const int32_t id = published.ids[place];
+    return plan.is_expert(id) ? plan.owner(id) : kMaskedChoice;
   };
   const int32_t peer = owner(k);
   if (peer == rank) {
@@ -40,49 +54,54 @@ __device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const int32_
   return peer;
 }
 
-// A warp takes a token, its lanes first the choices, then the bytes.
+// Of the rows `from`, one a token, to where the peers receive them; a warp takes a token, its lanes
+// first the choices, then the bytes.
 __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layout,
-                            const PlanShape& plan, const int32_t* ids, const void* x, int64_t warp,
-                            int64_t warps) {
+                            const PlanShape& plan, const Published& published, const void* from,
+                            int64_t offset, int64_t warp, int64_t warps) {
   const int lane = threadIdx.x % kWarp;
   const int64_t row_bytes = 2 * layout.width;
   for (int64_t token = warp; token < layout.tokens; token += warps) {
-    const char* const from = static_cast<const char*>(x) + token * row_bytes;
-    const int64_t to = layout.dispatch() + (rank * layout.tokens + token) * row_bytes;
+    const char* const row = static_cast<const char*>(from) + token * row_bytes;
+    const int64_t to = offset + (rank * layout.tokens + token) * row_bytes;
     for (int32_t first = 0; first < plan.top_k; first += kWarp) {
       const int32_t k = first + lane;
-      const int32_t receiver =
-          k < plan.top_k ? receiver_of(plan, rank, ids + token * plan.top_k, k) : -1;
+      const int32_t receiver = k < plan.top_k ? receiver_of(plan, rank, published, token, k) : -1;
       for (unsigned left = __ballot_sync(kAllLanes, receiver >= 0); left != 0; left &= left - 1) {
         const int32_t peer = __shfl_sync(kAllLanes, receiver, __ffs(left) - 1);
-        copy(bases[peer] + to, from, row_bytes, lane, kWarp);
+        copy(bases[peer] + to, row, row_bytes, lane, kWarp);
       }
     }
   }
 }
 
 __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
-                               const int32_t* ids, const void* x, const void* dy) {
+                               Published published) {
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
   for (int64_t i = thread; i < layout.choices; i += threads) {
-    const int32_t id = ids[i];
+    const int32_t word = published.words[i];
     for (int32_t peer = 0; peer < layout.ranks; ++peer) {
-      reinterpret_cast<int32_t*>(bases[peer] + layout.routes())[rank * layout.choices + i] = id;
+      reinterpret_cast<int32_t*>(bases[peer] + layout.choices_offset())[rank * layout.choices + i] =
+          word;
     }
   }
-  if (layout.directions.dispatch_push) {
-    push_tokens(bases, rank, layout, plan, ids, x, thread / kWarp, threads / kWarp);
-  } else {
-    copy(bases[rank] + layout.dispatch(), x, 2 * layout.tokens * layout.width, thread, threads);
-  }
+  const auto show_rows = [&](const void* rows, int64_t offset, bool are_pushed) {
+    if (are_pushed) {
+      push_tokens(bases, rank, layout, plan, published, rows, offset, thread / kWarp,
+                  threads / kWarp);
+    } else {
+      copy(bases[rank] + offset, rows, 2 * layout.tokens * layout.width, thread, threads);
+    }
+  };
+  show_rows(published.x, layout.x_offset(), layout.x_is_pushed);
   if (layout.is_backward) {
-    copy(bases[rank] + layout.dy(), dy, 2 * layout.tokens * layout.width, thread, threads);
+    show_rows(published.dy, layout.dy_offset(), layout.dy_is_pushed);
   }
 }
 
 __device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
-  return reinterpret_cast<Flag*>(base + layout.flags());
+  return reinterpret_cast<Flag*>(base + layout.flags_offset());
 }
 
 __device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint64_t Flag::* word,
@@ -124,8 +143,8 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   __shared__ int32_t missing;  // the lowest peer that has not come or has failed
   const Flag* const flags = flags_of(bases[rank], layout);
   const uint64_t last = flags[rank].epoch;
-  const uint64_t now = meeting == Meeting::kEntry ? (last + 1) | 1 : (last | 1) + 1;
-  const uint64_t entry = (now - 1) | 1;
+  const uint64_t now = next_epoch(meeting, last);
+  const uint64_t entry = entry_of(now);
   const bool had_failed = *failed != 0 || *kernel_failed != 0;
   const uint64_t deadline = global_nanoseconds() + timeout_ns;
   if (threadIdx.x == 0) {
@@ -151,7 +170,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   }
   __syncthreads();
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
-    if (look(&flags[peer].failed) >= entry) {
+    if (has_failed_since(look(&flags[peer].failed), entry)) {
       atomicMin(&missing, peer);
     }
   }
@@ -174,7 +193,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
 __global__ void copy_routes_kernel(char** bases, int32_t rank, ArenaLayout layout,
                                    const int32_t* failed, int32_t* routes) {
   const bool has_failed = *failed != 0;
-  const auto* const from = reinterpret_cast<const int32_t*>(bases[rank] + layout.routes());
+  const auto* const from = reinterpret_cast<const int32_t*>(bases[rank] + layout.choices_offset());
   const int64_t count = layout.ranks * layout.choices;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
        i += gridDim.x * int64_t{blockDim.x}) {
@@ -196,16 +215,18 @@ __global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64
 
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                     const int32_t* ids, const void* x, cudaStream_t stream) {
-  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan, ids,
-                                                       x, nullptr);
+  const Published published{ids, ids, nullptr, x, nullptr};
+  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
+                                                       published);
   return cudaGetLastError();
 }
 
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const void* x, const void* dy,
-                              cudaStream_t stream) {
-  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(
-      arena.bases, arena.rank, layout, plan, reinterpret_cast<const int32_t*>(weights), x, dy);
+                              const float* weights, const int32_t* slot_rank, const void* x,
+                              const void* dy, cudaStream_t stream) {
+  const Published published{reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy};
+  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
+                                                       published);
   return cudaGetLastError();
 }
 

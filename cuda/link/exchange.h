@@ -20,14 +20,14 @@ cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanSha
                     const int32_t* ids, const void* x, cudaStream_t stream);
 
 // Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
-// the output's gradient; for a layout of a backward call.
+// the output's gradient, or pushes them; for a layout of a backward call. `slot_rank` is that of
+// the plan.
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const void* x, const void* dy,
-                              cudaStream_t stream);
+                              const float* weights, const int32_t* slot_rank, const void* x,
+                              const void* dy, cudaStream_t stream);
 
-// Each call has both, whether the entry is passed or not.
-enum class Meeting { kEntry, kExit };
-
+// Each call has an entry and an exit, whether the entry is passed or not.
+//
 // Returns when all ranks have come; everything that this rank's stream has done before is then
 // visible to the others. If one has not come when the time-out expires, or has failed in this call,
 // sets *failed and adds to the record: the call has no results on this rank. A call that has

@@ -20,10 +20,14 @@ struct BackwardRoles {
       return;
     }
     pull_tokens(params, warp, warps, [&](const char* base, int64_t from, int64_t to) {
-      copy_row(reinterpret_cast<const Bits16*>(base + params.dy_offset) + from,
-               params.received_dy + to, params.hidden);
-      copy_row(reinterpret_cast<const Bits16*>(base + params.x_offset) + from,
-               params.received_x + to, params.hidden);
+      if (params.pulls_dy) {
+        copy_row(reinterpret_cast<const Bits16*>(base + params.dy_offset) + from,
+                 params.received_dy + to, params.hidden);
+      }
+      if (params.pulls_x) {
+        copy_row(reinterpret_cast<const Bits16*>(base + params.x_offset) + from,
+                 params.received_x + to, params.hidden);
+      }
     });
   }
 };

@@ -34,17 +34,21 @@ struct BackwardParams {
   CUtensorMap d_up;
   CUtensorMap d_down;
 
-  Bits16* received_x;    // [ranks, tokens, hidden] the peers' tokens, pulled
-  Bits16* received_dy;   // likewise
+  Bits16* received_x;   // [ranks, tokens, hidden] the peers' tokens
+  Bits16* received_dy;  // likewise
+  int32_t pulls_x;      // whether this kernel pulls them
+  int32_t pulls_dy;
   const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
   const Bits16* saved;   // pre-activations as ForwardParams::saved
   int32_t saved_tiles;
   Bits16*
       gradient_ring;  // [ring tiles][inner / 64][d_gate, d_up][64][64]; before, what is replayed
 
-  Bits16* own_slots;    // home slots of dx, [tokens * top_k, hidden]; if there are no peers
-  float* own_d_weight;  // [tokens * top_k]; likewise
-  char* const* bases;   // [ranks] where each rank's arena begins; null without peers
+  RowRing outputs;       // where rows of dx go; null: to the home slots
+  Bits16* own_slots;     // home slots of dx, [tokens * top_k, hidden]; if there are no peers
+  float* d_weight_rows;  // [rows] router weights' gradients, if they are pulled; else
+  float* own_d_weight;   // [tokens * top_k]; if there are no peers
+  char* const* bases;    // [ranks] where each rank's arena begins; null without peers
   int64_t x_offset;
   int64_t dy_offset;
   int64_t slots_offset;
@@ -56,17 +60,17 @@ struct BackwardParams {
   const Bits16* const* dy_rows;
   const int32_t* expert_tile;
   const WorkItem* items;
-  const int32_t* item_count;
+  const ItemRange* range;
   const int32_t* tile_count;
   const BackwardWave* waves;
   const uint64_t* to_pull;  // [tiles] as ForwardParams::to_pull; null if nobody pulls
   uint32_t* pulled;         // [tiles] tokens of which x and dy have been pulled
-  uint32_t* next_item;
-  uint32_t* replayed;      // [tiles] pieces of the tile's pre-activations
-  uint32_t* hidden_ready;  // [tiles] pieces of the tile's gradients and weighted hidden rows
-  uint32_t* wave_done;     // [waves] blocks' items that have read the rings
-  int32_t* fault;          // set to 1 when a wait has expired
-  const int32_t* skip;     // nothing is done, above all nothing pushed, if it is set
+  uint32_t* next_item;      // of the range, zero before
+  uint32_t* replayed;       // [tiles] pieces of the tile's pre-activations
+  uint32_t* hidden_ready;   // [tiles] pieces of the tile's gradients and weighted hidden rows
+  uint32_t* wave_done;      // [waves] blocks' items that have read the rings
+  int32_t* fault;           // set to 1 when a wait has expired
+  const int32_t* skip;      // nothing is done, above all nothing pushed, if it is set
 
   float* dot_parts;   // [ring rows][inner / 128] parts of the router weights' gradients
   float4* dw_parts;   // two halves, each of the expert astride two waves

@@ -30,10 +30,15 @@ struct ListCall {
   }
   __device__ void keep_places(int64_t row) const {
     const int32_t slot = row_source[row], remote = remote_token(row);
-    const auto place_in = [&](const Tokens& in) {
-      return slot < 0      ? tokens.zeros
-             : remote >= 0 ? in.received + remote * tokens.width
-                           : in.own + (slot / plan.top_k - rank * plan.tokens) * tokens.width;
+    const auto place_in = [&](const TokenPlaces& in) {
+      if (slot < 0) {
+        return tokens.zeros;
+      }
+      if (in.ring != nullptr) {
+        return in.ring + row % (shape.work.ring_tiles * kTileRows) * tokens.width;
+      }
+      return remote >= 0 ? in.received + remote * tokens.width
+                         : in.own + (slot / plan.top_k - rank * plan.tokens) * tokens.width;
     };
     list.x_rows[row] = place_in(tokens.x);
     list.dy_rows[row] = place_in(tokens.dy);
@@ -46,12 +51,14 @@ __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
   int32_t first_item = 0;
   for (int32_t w = 0; w < count; ++w) {
     const BackwardWave wave = table.wave(w, count, first_item);
+    const BackwardRanges ranges = table.ranges_of(wave, table.units.before_step(w + 1));
     call.list.waves[w] = wave;
-    first_item += table.items_of(wave, table.units.before_step(w + 1));
+    call.list.ranges[w] = ranges;
+    first_item = ranges.weights.end;
   }
   call.list.waves[count] = {end.units, end.tile, first_item, 0, table.units.experts, 0};
-  call.list.counts[0] = first_item;
-  call.list.counts[1] = count;
+  *call.list.all_items = {0, first_item};
+  *call.list.wave_count = count;
   *call.list.tile_count = end.tile;
 }
 
@@ -98,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) place_items_kernel(const ListCall ca
   __syncthreads();
   const BackwardTable table = call.table(starts);
   const BackwardList& list = call.list;
-  const int32_t waves = list.counts[1];
+  const int32_t waves = *list.wave_count;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int32_t warp = static_cast<int32_t>(thread / kWarp);
   const int32_t warps = gridDim.x * (kThreads / kWarp);

@@ -10,9 +10,11 @@
 namespace mok::sm90 {
 
 struct BackwardList {
-  WorkItem* items;      // [max_backward_items]
-  BackwardWave* waves;  // [max_backward_waves + 1], the last one behind the end
-  int32_t* counts;      // [2] items, waves
+  WorkItem* items;         // [max_backward_items]
+  BackwardWave* waves;     // [max_backward_waves + 1], the last one behind the end
+  BackwardRanges* ranges;  // [max_backward_waves], zero before
+  ItemRange* all_items;
+  int32_t* wave_count;
   int32_t* tile_count;
   // [rows] where the rows' tokens lie: of this rank, received, or zeros if there is none.
   const uint16_t** x_rows;
@@ -24,14 +26,16 @@ struct BackwardList {
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape);
 
-struct Tokens {
+// Where a row's token lies.
+struct TokenPlaces {
   const uint16_t* own;       // [tokens, width] of this rank
   const uint16_t* received;  // [ranks, tokens, width] the peers'
+  const uint16_t* ring;      // [ring rows, width] where rows are dispatched; or null
 };
 
 struct BackwardTokens {
-  Tokens x;
-  Tokens dy;
+  TokenPlaces x;
+  TokenPlaces dy;
   const uint16_t* zeros;  // [width]
   int64_t width;
 };

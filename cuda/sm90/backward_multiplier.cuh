@@ -236,12 +236,19 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
     for (int part = 0; part < params_.shape.replay_columns; ++part) {
       sum = __fadd_rn(sum, __ldcg(parts + part));
     }
+    *weight_gradient_at(tile * kTileRows + in_tile, slot) = sum;
+  }
+
+  __device__ float* weight_gradient_at(int row, int32_t slot) const {
+    if (params_.d_weight_rows != nullptr) {
+      return params_.d_weight_rows + row;
+    }
     const int32_t rank = slot / params_.choices;
     float* const home =
         params_.bases == nullptr
             ? params_.own_d_weight
             : reinterpret_cast<float*>(params_.bases[rank] + params_.d_weight_offset);
-    home[slot - rank * params_.choices] = sum;
+    return home + (slot - rank * params_.choices);
   }
 
   __device__ __forceinline__ void multiply_weights(BackwardProduct product, const WorkItem& item,

@@ -17,7 +17,7 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
 
   __device__ void run() {
     const bool skips = *params_.fault != 0 || *params_.skip != 0;
-    hand_out({0, skips ? 0 : *params_.item_count},
+    hand_out(skips ? ItemRange{} : *params_.range,
              [&](const WorkItem& item, Assignment& assignment) { prepare(item, assignment); });
   }
 
@@ -40,8 +40,10 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
         }
         break;
       case BackwardProduct::kInput:
-        find_rows(work, assignment.rows, nullptr,
-                  [&](int32_t slot, int32_t) { return home_of(params_, slot); });
+        find_rows(work, assignment.rows, nullptr, [&](int32_t slot, int32_t row) -> const Bits16* {
+          return params_.outputs.rows != nullptr ? place_in(params_.outputs, row, params_.hidden)
+                                                 : home_of(params_, slot);
+        });
         await_tiles(params_.hidden_ready, work.tile, work.tile + work.tiles,
                     params_.shape.hidden_columns * kArrivalsPerColumn);
         break;

@@ -38,6 +38,13 @@ struct BackwardWave {
   int32_t experts;
 };
 
+struct BackwardRanges {
+  ItemRange replay;
+  ItemRange hidden;
+  ItemRange input;
+  ItemRange weights;
+};
+
 struct BackwardShape {
   WorkShape work;  // lag 0, steps that are waves; of its columns only `cluster` matters here
   int32_t replay_columns;  // blocks of 128 of I, gate and up
@@ -48,12 +55,6 @@ struct BackwardShape {
 
   MOK_HOST_DEVICE int32_t items_of_expert() const {
     return weight_pairs * (replay_columns + down_columns);
-  }
-  MOK_HOST_DEVICE int32_t row_items(Units units, bool replays) const {
-    const int32_t columns_of_hidden = units.items(hidden_columns, work.cluster);
-    const int32_t columns_of_input = units.items(input_columns, work.cluster);
-    return (replays ? units.items(replay_columns, work.cluster) : 0) + columns_of_hidden +
-           columns_of_input;
   }
 };
 
@@ -116,9 +117,15 @@ struct BackwardTable {
             first_expert, last_expert - first_expert + 1};
   }
 
-  MOK_HOST_DEVICE int32_t items_of(const BackwardWave& wave, Units after) const {
-    return shape.row_items(after - wave.units, wave.replays != 0) +
-           wave.experts * shape.items_of_expert();
+  // Where the items of a wave's launches stand, if each has its own.
+  MOK_HOST_DEVICE BackwardRanges ranges_of(const BackwardWave& wave, Units after) const {
+    const Units units = after - wave.units;
+    const auto items = [&](int32_t columns) { return units.items(columns, shape.work.cluster); };
+    const int32_t replayed = wave.first_item + (wave.replays ? items(shape.replay_columns) : 0);
+    const int32_t hidden = replayed + items(shape.hidden_columns);
+    const int32_t input = hidden + items(shape.input_columns);
+    const int32_t weights = input + wave.experts * shape.items_of_expert();
+    return {{wave.first_item, replayed}, {replayed, hidden}, {hidden, input}, {input, weights}};
   }
 
   // Calls place(position, item) for a unit's items of every `stride`-th span of columns.

@@ -7,9 +7,21 @@
 // A number for each choice.
 namespace mok::sm90 {
 
-// out[i] = values[i], or 0 where slot_rank[i] says that the choice is masked; all [count].
-cudaError_t copy_unmasked(const float* values, const int32_t* slot_rank, int64_t count, float* out,
-                          cudaStream_t stream);
+struct ChoicesParams {
+  // Numbers in their home slots, [count]; or null, and they are pulled from where they lie on the
+  // experts' ranks:
+  const float* slots;
+  const float* rows;        // [rows] of this rank, if it has no peers
+  char* const* bases;       // [ranks] where each rank's arena begins; null without peers
+  int64_t rows_offset;      // of a rank's rows in its arena
+  const int32_t* slot_row;  // [count]
+
+  const int32_t* slot_rank;  // [count]; masked choices get 0
+  int64_t count;
+  float* out;  // [count]
+};
+
+cudaError_t collect_choices(const ChoicesParams& params, cudaStream_t stream);
 
 // Loads the kernel onto the current device.
 cudaError_t load_choices();

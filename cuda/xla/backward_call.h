@@ -25,6 +25,10 @@ struct BackwardAttributes {
   int32_t tile_rows;
   int64_t chunk_rows;
   int64_t ring_rows;
+  bool dispatch_push;
+  bool reverse_combine_push;
+  bool reverse_dispatch_push;
+  bool composed;
   float clamp;
   double timeout_s;
   xla::ffi::Span<const int64_t> groups;
@@ -32,7 +36,12 @@ struct BackwardAttributes {
   RankGroups rank_groups() const { return {ranks, groups}; }
   uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
   BackwardSizes sizes() const {
-    return {{ranks, tokens, top_k, experts, tile_rows, chunk_rows}, ring_rows, hidden, inner};
+    return {{ranks, tokens, top_k, experts, tile_rows, chunk_rows},
+            {dispatch_push, reverse_combine_push, reverse_dispatch_push},
+            composed,
+            ring_rows,
+            hidden,
+            inner};
   }
   ArenaLayout arena_layout() const { return backward_arena(sizes()); }
 };
@@ -45,7 +54,7 @@ inline xla::ffi::Error execute_backward(
     xla::ffi::Buffer<xla::ffi::BF16> gate, xla::ffi::Buffer<xla::ffi::BF16> up,
     xla::ffi::Buffer<xla::ffi::BF16> down, xla::ffi::Buffer<xla::ffi::BF16> saved,
     xla::ffi::Buffer<xla::ffi::S32> row_source, xla::ffi::Buffer<xla::ffi::S32> expert_tile,
-    xla::ffi::Buffer<xla::ffi::S32> slot_rank,
+    xla::ffi::Buffer<xla::ffi::S32> slot_rank, xla::ffi::Buffer<xla::ffi::S32> slot_row,
     xla::ffi::Result<xla::ffi::Buffer<xla::ffi::BF16>> dx,
     xla::ffi::Result<xla::ffi::Buffer<xla::ffi::F32>> d_weights,
     xla::ffi::Result<xla::ffi::AnyBuffer> d_gate, xla::ffi::Result<xla::ffi::AnyBuffer> d_up,
@@ -68,6 +77,7 @@ inline xla::ffi::Error execute_backward(
                             .row_source = row_source.typed_data(),
                             .expert_tile = expert_tile.typed_data(),
                             .slot_rank = slot_rank.typed_data(),
+                            .slot_row = slot_row.typed_data(),
                             .dx = bits(*dx),
                             .d_weights = d_weights->typed_data(),
                             .d_gate = d_gate->untyped_data(),
@@ -93,6 +103,7 @@ auto bind_backward(Binding binding) {
       .template Arg<ffi::Buffer<ffi::S32>>()
       .template Arg<ffi::Buffer<ffi::S32>>()
       .template Arg<ffi::Buffer<ffi::S32>>()
+      .template Arg<ffi::Buffer<ffi::S32>>()
       .template Ret<ffi::Buffer<ffi::BF16>>()
       .template Ret<ffi::Buffer<ffi::F32>>()
       .template Ret<ffi::AnyBuffer>()
@@ -110,5 +121,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("experts"), xla::ffi::StructMember<int64_t>("hidden"),
     xla::ffi::StructMember<int64_t>("inner"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<int64_t>("ring_rows"),
+    xla::ffi::StructMember<bool>("dispatch_push"),
+    xla::ffi::StructMember<bool>("reverse_combine_push"),
+    xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
     xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

@@ -57,11 +57,30 @@ int64_t workspace_bytes(const sm90::ForwardShape& shape) {
   return sm90::lay_out(shape, nullptr).bytes;
 }
 
-int64_t backward_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
-                                 int32_t tile_rows, int64_t chunk_rows, int64_t ring_rows,
-                                 int64_t hidden, int64_t inner) {
-  return mok::backward_workspace_bytes(
-      {{ranks, tokens, top_k, experts, tile_rows, chunk_rows}, ring_rows, hidden, inner});
+// Likewise of a backward call.
+template <typename Function>
+void def_of_backward(nb::module_& module, const char* name, Function function) {
+  module.def(
+      name,
+      [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
+                 int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
+                 bool dispatch_push, bool reverse_combine_push, bool reverse_dispatch_push,
+                 bool composed) {
+        return function(BackwardSizes{{ranks, tokens, top_k, experts, tile_rows, chunk_rows},
+                                      {dispatch_push, reverse_combine_push, reverse_dispatch_push},
+                                      composed,
+                                      ring_rows,
+                                      hidden,
+                                      inner});
+      },
+      nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+      nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
+      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("reverse_combine_push"),
+      nb::arg("reverse_dispatch_push"), nb::arg("composed"));
+}
+
+int64_t backward_arena_bytes(const BackwardSizes& sizes) {
+  return sizes.has_peers() ? backward_arena(sizes).bytes() : 0;
 }
 
 int64_t plan_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,
@@ -91,9 +110,8 @@ NB_MODULE(_cuda, module) {
              nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
   module.def("plan_workspace_bytes", &plan_workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),
              nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
-  module.def("backward_workspace_bytes", &backward_workspace_bytes, nb::arg("ranks"),
-             nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"),
-             nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"), nb::arg("inner"));
+  def_of_backward(module, "backward_arena_bytes", backward_arena_bytes);
+  def_of_backward(module, "backward_workspace_bytes", backward_workspace_bytes);
   def_of_shape(module, "arena_bytes", arena_bytes);
   def_of_shape(module, "workspace_bytes", workspace_bytes);
 }

@@ -40,7 +40,8 @@ ffi::Error backward_peers(cudaStream_t stream, int32_t ordinal, Communicators co
                           Bf16Buffer x, Bf16Buffer dy, ffi::Buffer<ffi::F32> weights,
                           Bf16Buffer gate, Bf16Buffer up, Bf16Buffer down, Bf16Buffer saved,
                           Int32Buffer row_source, Int32Buffer expert_tile, Int32Buffer slot_rank,
-                          ffi::Result<Bf16Buffer> dx, ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
+                          Int32Buffer slot_row, ffi::Result<Bf16Buffer> dx,
+                          ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
                           ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
                           ffi::Result<ffi::AnyBuffer> d_down, WorkspaceBuffer workspace,
                           BackwardAttributes attributes) {
@@ -49,8 +50,8 @@ ffi::Error backward_peers(cudaStream_t stream, int32_t ordinal, Communicators co
     return communicator.error();
   }
   return execute_backward(stream, ordinal, *communicator, x, dy, weights, gate, up, down, saved,
-                          row_source, expert_tile, slot_rank, dx, d_weights, d_gate, d_up, d_down,
-                          workspace, attributes);
+                          row_source, expert_tile, slot_rank, slot_row, dx, d_weights, d_gate, d_up,
+                          d_down, workspace, attributes);
 }
 
 template <typename Attributes>

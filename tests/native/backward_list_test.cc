@@ -41,7 +41,12 @@ int main() {
     int first_item = 0;
     for (int w = 0; w < count; ++w) {
       waves.push_back(table.wave(w, count, first_item));
-      first_item += table.items_of(waves[w], table.units.before_step(w + 1));
+      const BackwardRanges ranges = table.ranges_of(waves[w], table.units.before_step(w + 1));
+      REQUIRE(ranges.replay.begin == first_item && ranges.replay.end == ranges.hidden.begin);
+      REQUIRE(ranges.hidden.end == ranges.input.begin);
+      REQUIRE(ranges.input.end == ranges.weights.begin);
+      REQUIRE((ranges.replay.begin < ranges.replay.end) == (waves[w].replays != 0));
+      first_item = ranges.weights.end;
     }
     waves.push_back({units, total, first_item, 0, experts, 0});
     REQUIRE(waves[0].first_tile == 0);

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+// How ranks know where the others stand. They meet twice a call, before it and after it; epochs
+// count these barriers from 1, passed or not, so that all ranks give a call the same ones. Entries
+// are odd.
+namespace mok {
+
+enum class Meeting { kEntry, kExit };
+
+// What a rank shows the others.
+struct Flag {
+  uint64_t epoch;   // of the last barrier to which it has come
+  uint64_t failed;  // of the last barrier that it has not passed
+};
+
+// The epoch of the next barrier of a rank that has come to `last`.
+MOK_HOST_DEVICE inline uint64_t next_epoch(Meeting meeting, uint64_t last) {
+  return meeting == Meeting::kEntry ? (last + 1) | 1 : (last | 1) + 1;
+}
+
+// Of the call that a barrier belongs to.
+MOK_HOST_DEVICE inline uint64_t entry_of(uint64_t epoch) { return (epoch - 1) | 1; }
+
+MOK_HOST_DEVICE inline bool has_failed_since(uint64_t failed, uint64_t entry) {
+  return failed >= entry;
+}
+
+}  // namespace mok
