@@ -46,6 +46,29 @@ def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
         assert set(row["layer_s"]) == {"median", "low", "high"}
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_peers_are_measured_beside_the_layer(tmp_path, backward):
+    flags = ["--platform=cpu", "--shapes=toy", "--rounds=2", "--json=f.json", "--plot=p.png"]
+    finished = run("peers", *flags, f"--backward={backward}", devices=2, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "not measured: ragged all-to-all and the Mosaic kernels" in finished.stdout
+    peers = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
+    assert set(peers) == {"jax_mok", "gathered, lax", "padded all-to-all, lax", "capacity"}
+    assert peers["jax_mok"]["times_ours"] == 1.0
+    assert peers["capacity"]["note"].startswith("drops ")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("residuals", ["replayed", "checkpointed"])
+def test_gradients_are_measured_with_other_residuals(tmp_path, residuals):
+    flags = ("--platform=cpu", "--shapes=toy", "--rounds=2", f"--residuals={residuals}")
+    finished = run("layer", *flags, "--backward", devices=2, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert f"forward and backward, residuals {residuals}" in finished.stdout
+    refused = run("layer", *flags, devices=2, cwd=tmp_path)
+    assert f"--residuals={residuals} is for --backward" in refused.stdout + refused.stderr
+
+
 def test_kernels_are_found_by_name_on_gpus_only():
     def event(pid, name, microseconds):
         return {"ph": "X", "pid": pid, "tid": 1, "name": name, "ts": 0, "dur": microseconds}

@@ -7,7 +7,7 @@ import sys
 
 from absl import app, flags
 
-_NAMES = ("cpu", "layer")
+_NAMES = ("cpu", "layer", "peers")
 
 
 def main() -> None:

@@ -92,10 +92,11 @@ def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands
 def run_in_order(
     operands: Operands, mesh: Mesh, config: MoEConfig, order: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Calls of "layer", "gradients" and "product" in that order.
+    """Calls of "layer", "gradients", "checkpointed" and "product" in that order.
 
     Gradients are the layer's forward and backward pass, for all five of its operands and with its
-    output as the output's gradient; a product is that of the two matrices, on every device.
+    output as the output's gradient; checkpointed, of a layer under `jax.checkpoint`, which keeps
+    nothing. A product is that of the two matrices, on every device.
 
     Returns:
       The last result of each kind.
@@ -117,8 +118,9 @@ def _run_on_a_device(
             ids = all_ids[next(turns)] + zero
             y = moe_ffn(x, ids, router_weights, gate, up, down, axis_name=AXIS, config=config)
             results[kind], zero = y, (0 * y[0, 0]).astype(jnp.int32)
-        elif kind == "gradients":
-            dx = _gradients(operands, all_ids[next(turns)] + zero, config)[0]
+        elif kind in ("gradients", "checkpointed"):
+            keeps = kind == "gradients"
+            dx = _gradients(operands, all_ids[next(turns)] + zero, config, keeps)[0]
             results[kind], zero = dx, (0 * dx[0, 0]).astype(jnp.int32)
         else:
             if previous not in ("", kind):
@@ -131,13 +133,61 @@ def _run_on_a_device(
     return list(results.values())
 
 
-def _gradients(operands: Operands, ids: jax.Array, config: MoEConfig) -> tuple[jax.Array, ...]:
+def _gradients(
+    operands: Operands, ids: jax.Array, config: MoEConfig, keeps: bool
+) -> tuple[jax.Array, ...]:
     def layer(x: jax.Array, router_weights: jax.Array, *experts: jax.Array) -> jax.Array:
         return moe_ffn(x, ids, router_weights, *experts, axis_name=AXIS, config=config)
 
     x, _, router_weights, *experts, _, _ = operands
-    y, pullback = jax.vjp(layer, x, router_weights, *experts)
+    y, pullback = jax.vjp(layer if keeps else jax.checkpoint(layer), x, router_weights, *experts)
     return tuple(pullback(y))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def run_layer(
+    operands: Operands, mesh: Mesh, layer: Callable[..., jax.Array], backward: bool, calls: int
+) -> tuple[jax.Array, jax.Array]:
+    """So many calls of a layer, with the gradients of its operands if `backward`.
+
+    Args:
+      operands: of every call, the routes by turns.
+      mesh: the devices.
+      layer: (x, ids, router_weights, gate, up, down, *, axis_name) -> y, of one device's arrays.
+      backward: as said.
+      calls: how many, each of which waits for the one before.
+
+    Returns:
+      y of the last call, and with the gradients that of x for y as the output's gradient; else y.
+    """
+
+    def body(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        x, all_ids, router_weights, *experts, _, _ = operands
+        zero, result = jnp.int32(0), (x, x)
+        for turn in range(calls):
+            ids = all_ids[turn % _TURNS] + zero
+
+            def one(
+                x: jax.Array, router_weights: jax.Array, *experts: jax.Array, ids: jax.Array = ids
+            ) -> jax.Array:
+                return layer(x, ids, router_weights, *experts, axis_name=AXIS)
+
+            if backward:
+                y, pullback = jax.vjp(one, x, router_weights, *experts)
+                gradients = pullback(y)
+                # Every gradient counts, or XLA would leave out those that nobody uses.
+                known = sum((0 * gradient.ravel()[0]).astype(jnp.float32) for gradient in gradients)
+                result = y, gradients[0]
+            else:
+                y = one(x, router_weights, *experts)
+                known = 0 * y[0, 0]
+                result = y, y
+            zero = known.astype(jnp.int32)
+        return result
+
+    return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS), check_vma=False)(
+        operands
+    )
 
 
 def link_chain(mesh: Mesh, local_bytes: int) -> Chain:

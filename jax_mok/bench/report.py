@@ -10,7 +10,8 @@ from rich.table import Table
 _WIDTH_WITHOUT_TERMINAL = 140
 _CAPTION = """\
 share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
-layer's time; plan: its kernels' share of it; weights: it over reading this GPU's experts once"""
+layer's time; plan: its kernels' share of it; weights: it over reading this GPU's experts once;
+GiB: memory of a call beside its operands"""
 
 
 def report(measured: dict[str, Any]) -> None:
@@ -21,13 +22,13 @@ def report(measured: dict[str, Any]) -> None:
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
         f"routes, composition {measured['composition']}, "
-        f"{'forward and backward' if measured['backward'] else 'forward'}; "
+        f"{_passes(measured)}; "
         f"median of {measured['rounds']} rounds ± half the interquartile range"
     )
     table = Table(caption=_CAPTION, caption_justify="left")
     for column in ("shape", "mode", "ms", "TFLOP/s", measured["product"], "share"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("bound, ms", "of it", "plan", "weights"):
+    for column in ("bound, ms", "of it", "plan", "weights", "GiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, modes in measured["shapes"].items():
         for mode, row in modes.items():
@@ -39,6 +40,12 @@ def report(measured: dict[str, Any]) -> None:
             console.print(f"{name}: {_plus_minus(rate, 1e-9, '.0f')} GB/s a GPU")
     for line in measured["not_measured"]:
         console.print(f"not measured: {line}")
+
+
+def _passes(measured: dict[str, Any]) -> str:
+    if not measured["backward"]:
+        return "forward"
+    return f"forward and backward, residuals {measured['residuals']}"
 
 
 def summary(name: str, modes: dict[str, Any]) -> str:
@@ -60,6 +67,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "" if row["bound_s"] is None else f"{row['share_of_bound']:.3f}",
         f"{row['plan_share']:.1%}" if "plan_share" in row else "",
         f"{row['over_reading_weights']:.2f}" if "over_reading_weights" in row else "",
+        f"{row['memory_bytes'] / 2**30:.2f}" if "memory_bytes" in row else "",
     ]
 
 

@@ -1,0 +1,258 @@
+"""The layer beside what a JAX user could write instead, in one run on the same devices.
+
+The peers are those of `jax_mok.bench.peer_layers`, each checked against the plain layer before it
+is timed. Times are those of a burst, see `jax_mok.bench.layer`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jax_mok.bench.session
+from jax_mok.bench import chains
+from jax_mok.bench.chains import Chain, Operands
+from jax_mok.bench.peer_layers import grouped
+from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, drop_rate, places_of
+from jax_mok.bench.peer_layers.exchanged import exchanged_layer
+from jax_mok.bench.peer_layers.gathered import gathered_layer
+from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, Tiles, with_product
+from jax_mok.bench.session import Session, measure_shapes, open_session
+from jax_mok.bench.shapes import Shape
+from jax_mok.config import MoEConfig
+from jax_mok.faults import check
+from jax_mok.moe import moe_ffn
+from jax_mok.reference import reference_moe
+
+flags.adopt_module_key_flags(jax_mok.bench.session)
+_PLOT = flags.DEFINE_string("plot", None, "also draw the times to this PNG")
+
+OURS = "jax_mok"
+_CAPACITY_FACTOR = 1.25
+_ROOM_MULTIPLE = 128
+_SAMPLE = 64  # tokens that are checked
+_TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+
+
+class Peer(NamedTuple):
+    """What is timed.
+
+    Attributes:
+      layer: as `moe_ffn`.
+      slowness: a guess, how many times as long as our layer it takes.
+      keeps: bool [T·K], the choices of rank 0 in the first turn that it does not drop.
+    """
+
+    layer: Layer
+    slowness: float = 2.0
+    keeps: np.ndarray | None = None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table."""
+    # Drawn between rounds only, so that nothing runs beside what is timed.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        session = open_session(argv, progress)
+        measured: dict[str, Any] = {
+            **session.description(),
+            "not_measured": _not_measured(session),
+        }
+        measure_shapes(session, measured, functools.partial(measure, session), _summary)
+    check()
+    _report(measured)
+    if _PLOT.value:
+        from jax_mok.bench.peers_plot import draw
+
+        draw(Path(_PLOT.value), measured)
+
+
+def measure(session: Session, name: str, shape: Shape) -> dict[str, Any]:
+    """By peer: its seconds as median and quartiles, TFLOP/s, share of the plain product's speed.
+
+    Raises:
+      AssertionError: if a peer's results are wrong.
+    """
+    mesh, scale = session.mesh, session.scale
+    operands = chains.make_operands(shape, session.routes, mesh, scale.product_width)
+    peers, notes = _peers(session, name, shape, operands)
+    for peer_name, peer in peers.items():
+        _assert_right(peer_name, peer, session, operands)
+    product = functools.partial(chains.run_in_order, operands, mesh, MoEConfig())
+    layer_s = scale.call_s + session.flops(shape) / scale.flops_per_s
+    repeated = {
+        "product": Chain(
+            lambda calls: product(("product",) * calls), scale.product_flops / scale.flops_per_s
+        )
+    }
+    for peer_name, peer in peers.items():
+        run = functools.partial(chains.run_layer, operands, mesh, peer.layer, session.backward)
+        repeated[peer_name] = Chain(run, layer_s * peer.slowness)
+    seconds = session.stopwatch(name, 1).burst(repeated)
+    product_rate = scale.product_flops / seconds["product"].median
+    figures = {}
+    for peer_name in peers:
+        rate = session.flops(shape) / seconds[peer_name].median
+        figures[peer_name] = {
+            "layer_s": seconds[peer_name]._asdict(),
+            "tflops": rate / 1e12,
+            "share": rate / product_rate,
+            "times_ours": seconds[peer_name].median / seconds[OURS].median,
+            "note": notes.get(peer_name, ""),
+        }
+    return figures
+
+
+def _peers(
+    session: Session, name: str, shape: Shape, operands: Operands
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """What can be measured on these devices, and what is to be said of some."""
+    ranks = session.mesh.size
+    experts = shape.experts_of(ranks)
+    ids = np.asarray(operands.ids)
+    config = MoEConfig(timeout_s=20.0)
+    peers = {OURS: Peer(functools.partial(moe_ffn, config=config), slowness=1.0)}
+    products: dict[str, tuple[GroupedProduct, float]] = {"lax": (grouped.lax_product, 2.0)}
+    notes: dict[str, str] = {}
+    if session.on_gpus:
+        tiles = _best_tiles(session, name, shape, operands)
+        products["mosaic"] = grouped.mosaic_product(tiles), 2.0
+        products["lax"] = grouped.lax_product, 30.0
+        notes["gathered, mosaic"] = "tiles {}x{}, {}".format(*tiles)
+    received_rows, pair_rows = _rooms(ids, ranks, experts)
+    for product_name, (product, slowness) in products.items():
+        exchanged = functools.partial(
+            with_product(exchanged_layer, product), received_rows=received_rows
+        )
+        peers[f"gathered, {product_name}"] = Peer(with_product(gathered_layer, product), slowness)
+        padded = functools.partial(exchanged, pair_rows=pair_rows)
+        peers[f"padded all-to-all, {product_name}"] = Peer(padded, slowness)
+        if session.on_gpus:
+            peers[f"ragged all-to-all, {product_name}"] = Peer(exchanged, slowness)
+    capacity = capacity_of(_CAPACITY_FACTOR, shape.tokens, shape.top_k, experts)
+    first = jnp.asarray(ids[0, : shape.tokens])
+    peers["capacity"] = Peer(
+        functools.partial(capacity_layer, capacity=capacity),
+        keeps=np.asarray(places_of(first, experts) < capacity),
+    )
+    dropped = np.mean(
+        [
+            drop_rate(jnp.asarray(turn), experts, capacity)
+            for turn in ids.reshape(-1, shape.tokens, shape.top_k)
+        ]
+    )
+    notes["capacity"] = f"drops {dropped:.1%} of the choices"
+    return peers, notes
+
+
+def _rooms(ids: np.ndarray, ranks: int, experts: int) -> tuple[int, int]:
+    """Rows that any rank receives, and that go from any rank to any other, at most; rounded up."""
+    owners = ids.reshape(len(ids), ranks, -1) // (experts // ranks)
+    counts = np.stack([np.count_nonzero(owners == rank, axis=2) for rank in range(ranks)], axis=2)
+    return tuple(  # type: ignore[return-value]
+        -(-int(most) // _ROOM_MULTIPLE) * _ROOM_MULTIPLE
+        for most in (counts.sum(1).max(), counts.max())
+    )
+
+
+def _best_tiles(session: Session, name: str, shape: Shape, operands: Operands) -> Tiles:
+    """Those with which the experts alone are fastest, for the balanced load."""
+    local = shape.experts_of(1)
+    rows = jnp.zeros((shape.tokens * shape.top_k, shape.hidden), jnp.bfloat16)
+    sizes = jnp.full((local,), len(rows) // local, jnp.int32)
+    experts = grouped.Experts(*(jnp.asarray(w.addressable_shards[0].data) for w in operands[3:6]))
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def repeat(tiles: Tiles, rows: jax.Array, calls: int) -> jax.Array:
+        for _ in range(calls):
+            rows = grouped.apply_experts(grouped.mosaic_product(tiles), rows, experts, sizes)
+        return rows
+
+    guess_s = shape.flops() / session.scale.flops_per_s
+    chains_of = {
+        tiles: Chain(functools.partial(repeat, tiles, rows), guess_s)
+        for tiles in grouped.TILES
+        if not any(
+            width % (tiles.block_n * tiles.grid_block_n)
+            for width in (2 * shape.inner, shape.hidden)
+        )
+    }
+    watch = session.stopwatch(f"{name}, tiles", 1)
+    seconds = watch.burst({str(tiles): chain for tiles, chain in chains_of.items()})
+    return min(chains_of, key=lambda tiles: seconds[str(tiles)].median)
+
+
+def _assert_right(name: str, peer: Peer, session: Session, operands: Operands) -> None:
+    """Compares some tokens' outputs, and gradients, with those of the plain layer."""
+    x, all_ids, router_weights, *experts, _, _ = operands
+    count = min(_SAMPLE, len(x) // session.mesh.size)
+    weights = router_weights[:count]
+    if peer.keeps is not None:
+        weights = weights * peer.keeps.reshape(-1, weights.shape[1])[:count]
+
+    def plain(x: jax.Array) -> jax.Array:
+        return reference_moe(x, all_ids[0, :count], weights, *experts)
+
+    y, pullback = jax.vjp(jax.jit(plain), x[:count])
+    wanted = {"outputs": y}
+    result = chains.run_layer(operands, session.mesh, peer.layer, session.backward, 1)
+    found = {"outputs": result[0][:count]}
+    if session.backward:
+        wanted["gradients"], found["gradients"] = pullback(found["outputs"])[0], result[1][:count]
+    for what, want in wanted.items():
+        want64, got64 = (np.asarray(a).astype(np.float64) for a in (want, found[what]))
+        error = np.linalg.norm(got64 - want64) / np.linalg.norm(want64)
+        assert error < _TOLERANCE[str(x.dtype)], f"{name}: {what} are off by {error:.1e}"
+
+
+def _not_measured(session: Session) -> list[str]:
+    if session.on_gpus:
+        return []
+    return [
+        "ragged all-to-all and the Mosaic kernels, which need GPUs",
+        "anything of use: sizes and repeats are too small for that on CPU devices",
+    ]
+
+
+def _summary(name: str, figures: dict[str, Any]) -> str:
+    parts = [f"{peer} {row['layer_s']['median'] * 1e3:.3f} ms" for peer, row in figures.items()]
+    return f"{name}: {', '.join(parts)}"
+
+
+def _report(measured: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(
+        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
+        f"routes, {'forward and backward' if measured['backward'] else 'forward'}; "
+        f"median of {measured['rounds']} rounds ± half the interquartile range"
+    )
+    table = Table(caption=f"share: of {measured['product']}'s TFLOP/s", caption_justify="left")
+    for column in ("shape", "layer", "ms", "TFLOP/s", "share", "x ours", ""):
+        table.add_column(column, justify="left" if column in ("layer", "") else "right")
+    for name, figures in measured["shapes"].items():
+        for peer, row in figures.items():
+            seconds = row["layer_s"]
+            spread = (seconds["high"] - seconds["low"]) / 2
+            table.add_row(
+                name,
+                peer,
+                f"{seconds['median'] * 1e3:.3f} ± {spread * 1e3:.3f}",
+                f"{row['tflops']:.0f}",
+                f"{row['share']:.3f}",
+                f"{row['times_ours']:.2f}",
+                row["note"],
+            )
+    console.print(table)
+    for line in measured["not_measured"]:
+        console.print(f"not measured: {line}")
