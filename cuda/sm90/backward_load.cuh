@@ -24,18 +24,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
     const BlockWork work = block_work(item, block_);
     switch (product) {
       case BackwardProduct::kReplay:
-        for (int step = 0; step < params_.hidden / kBlockDepth; ++step) {
-          if (!begin_stage(kPanels * kPanelBytes, 0)) {
-            return;
-          }
-          copy_panels(work, [&](int panel) {
-            return Box{panel % 2 == 0 ? &params_.gate : &params_.up,
-                       work.column_block * (kBlockColumns / 2) + panel / 2 * kPanelColumns,
-                       work.expert * params_.hidden + step * kBlockDepth};
-          });
-          gather_rows(work, step);
-          cursor_.advance();
-        }
+        load_gate_up(work);
         break;
       case BackwardProduct::kHidden:
         for (int step = 0; step < params_.hidden / kBlockDepth; ++step) {

@@ -22,23 +22,6 @@ class ForwardLoader : LoaderBase<ForwardParams> {
   }
 
  private:
-  // Panels of gate and up take turns.
-  __device__ void load_gate_up(const BlockWork& work) {
-    const int steps = params_.hidden / kBlockDepth;
-    for (int step = 0; step < steps; ++step) {
-      if (!begin_stage(kPanels * kPanelBytes, 0)) {
-        return;
-      }
-      copy_panels(work, [&](int panel) {
-        return Box{panel % 2 == 0 ? &params_.gate : &params_.up,
-                   work.column_block * (kBlockColumns / 2) + panel / 2 * kPanelColumns,
-                   work.expert * params_.hidden + step * kBlockDepth};
-      });
-      gather_rows(work, step);
-      cursor_.advance();
-    }
-  }
-
   __device__ void load_down(const BlockWork& work) {
     const int tile = (work.tile + warp_) % params_.ring_tiles;
     const int steps = params_.inner / kBlockDepth;

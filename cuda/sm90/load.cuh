@@ -135,6 +135,23 @@ class LoaderBase {
     cutlass::arch::cpasync_barrier_arrive_noinc(full_word());
   }
 
+  // Tokens times gate and up, whose panels take turns.
+  __device__ void load_gate_up(const BlockWork& work) {
+    const int steps = params_.hidden / kBlockDepth;
+    for (int step = 0; step < steps; ++step) {
+      if (!begin_stage(kPanels * kPanelBytes, 0)) {
+        return;
+      }
+      copy_panels(work, [&](int panel) {
+        return Box{panel % 2 == 0 ? &params_.gate : &params_.up,
+                   work.column_block * (kBlockColumns / 2) + panel / 2 * kPanelColumns,
+                   work.expert * params_.hidden + step * kBlockDepth};
+      });
+      gather_rows(work, step);
+      cursor_.advance();
+    }
+  }
+
   // The 16 bytes of a stage's A, in the 128-byte swizzle, that this thread copies as its i-th.
   __device__ Element* destination_of(int i) const {
     const int row = thread_ / kLanesPerRow;

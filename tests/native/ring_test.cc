@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "sm90/unit_table.h"
+#include "units.h"
 
 using namespace mok::sm90;
 
@@ -28,13 +28,8 @@ class Kernel {
  public:
   Kernel(const WorkShape& shape, const std::vector<int>& tiles, int clusters, Bug bug,
          std::mt19937& rng)
-      : shape_(shape), claims_(clusters), bug_(bug), rng_(rng) {
-    Start total{};
-    for (const int count : tiles) {
-      starts_.push_back(total);
-      total = {total.units + units_of(shape, count), total.tile + count};
-    }
-    starts_.push_back(total);
+      : shape_(shape), claims_(clusters), bug_(bug), rng_(rng), starts_(starts_of(shape, tiles)) {
+    const Start total = starts_.back();
     const UnitTable table{shape_, starts_.data(), static_cast<int32_t>(tiles.size())};
     items_.resize(total.units.items(shape.gate_up_columns, shape.cluster) +
                   total.units.items(shape.down_columns, shape.cluster));
@@ -131,7 +126,7 @@ class Kernel {
   std::vector<std::vector<Claim>> claims_;
   const Bug bug_;
   std::mt19937& rng_;
-  std::vector<Start> starts_;
+  const std::vector<Start> starts_;
   std::vector<WorkItem> items_;
   size_t next_ = 0;
   int tiles_;
