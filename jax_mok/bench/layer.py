@@ -3,10 +3,11 @@
 A GPU under power limit is faster for some tens of milliseconds after a pause than in the long run,
 so two times are reported, of the layer and of an 8192³ product by cuBLAS. Burst: a program of few
 calls of one of them, after a pause. Sustained: programs of many calls of both in turn, without a
-pause; with L the layer and P the product, the times of (L, L, P) and of (L, P, P) repeated as often
-as (L, P), less that of (L, P), are those of L and of P in that mix. `jax_mok.bench.bound` says what
-the bound is; the rates of link and memory are measured in the same run. The plan's time is
-that of its kernels, and of those that list the work, as JAX's profiler records them.
+pause; with L the layer and P as many products as take about its time, the times of (L, L, P) and of
+(L, P, P) repeated as often as (L, P), less that of (L, P), are those of L and of P in that mix.
+`jax_mok.bench.bound` says what the bound is; the rates of link and memory are measured in the same
+run. The plan's time is that of its kernels, and of those that list the work, as JAX's profiler
+records them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def measure(session: Session, rates: Rates, name: str, shape: Shape) -> dict[str
     layer_s = scale.call_s + session.flops(shape) / scale.flops_per_s
     product_s = scale.product_flops / scale.flops_per_s
     burst = stopwatch.burst({kind: repeat(kind, layer_s), "product": repeat("product", product_s)})
-    sustained = stopwatch.sustained(run, kind, "product", layer_s + product_s)
+    sustained = stopwatch.sustained(run, {kind: layer_s, "product": product_s})
     link_s = 0.0
     if rates.link:
         ids = np.asarray(operands.ids)

@@ -57,25 +57,31 @@ class Stopwatch:
         }
 
     def sustained(
-        self, run: Callable[[tuple[str, ...]], Any], first: str, second: str, guess_s: float
+        self, run: Callable[[tuple[str, ...]], Any], guesses_s: Mapping[str, float]
     ) -> dict[str, Times]:
-        """Seconds of two calls in turn without a pause.
+        """Seconds of calls of two kinds in turn without a pause.
 
         Args:
           run: makes the named calls in that order and returns arrays to wait for.
-          first: name of a call.
-          second: name of the other.
-          guess_s: a guess at the seconds of both together.
+          guesses_s: of both, a guess at the seconds of one call.
 
         Returns:
-          By name, how much longer the turns (first, second) take if all of them have it twice.
+          By name, how much longer the turns take if all of them have its calls twice. A turn has
+          as many calls of the shorter kind as take the time of one of the longer, so that both
+          differences stand out of the scatter alike.
         """
-        turns = max(2, round(self.sustained_s / guess_s))
-        orders = {"": (first, second), first: (first, first, second)}
-        orders[second] = (first, second, second)
+        longest_s = max(guesses_s.values())
+        calls = {name: round(longest_s / guess_s) for name, guess_s in guesses_s.items()}
+        first, second = ((name,) * count for name, count in calls.items())
+        orders = dict(zip(calls, (first + first + second, first + second + second), strict=True))
+        turns = max(2, round(self.sustained_s / (2 * longest_s)))
         programs = {twice: _bind(run, order * turns) for twice, order in orders.items()}
+        programs[""] = _bind(run, (first + second) * turns)
         seconds = time_rounds(programs, self.rounds, warm_up=_WARM_UP, after_round=self.after_round)
-        return {twice: difference(seconds[twice], seconds[""], turns) for twice in (first, second)}
+        return {
+            name: difference(seconds[name], seconds[""], turns * count)
+            for name, count in calls.items()
+        }
 
 
 def _bind(function: Callable[[Any], Any], argument: Any) -> Callable[[int], Any]:
