@@ -16,12 +16,14 @@ import oracle
 import pytest
 from gpu_harness import (
     MoEConfig,
+    expect_success,
     gpus,
     mesh_of,
     poison_memory,
     rank_counts,
     require_gpus,
     run_in_two_processes,
+    start,
 )
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -78,10 +80,10 @@ def draw(
 
 def assert_right(y: np.ndarray, inputs: Inputs, clamp: float | None = None) -> None:
     want = oracle.layer(inputs, clamp).y
-    for start in range(0, len(want), oracle.ERROR_BLOCK):
-        block = slice(start, start + oracle.ERROR_BLOCK)
+    for first in range(0, len(want), oracle.ERROR_BLOCK):
+        block = slice(first, first + oracle.ERROR_BLOCK)
         error = np.linalg.norm(y[block].astype(np.float64) - want[block])
-        assert error <= TOLERANCE * np.linalg.norm(want[block]), f"tokens from {start}"
+        assert error <= TOLERANCE * np.linalg.norm(want[block]), f"tokens from {first}"
 
 
 @pytest.fixture(autouse=True)
@@ -437,6 +439,24 @@ def test_float32_is_refused():
     inputs = draw()
     with pytest.raises(jax_mok.MoEError, match="the GPU kernels take bfloat16"):
         run(Inputs(*(a if a.dtype == np.int32 else a.astype(np.float32) for a in inputs)), 1)
+
+
+WITHOUT_PEER_MEMORY = """
+import gpu_harness, jax, pytest, test_gpu
+inputs = test_gpu.draw("zipf", tokens=64)
+operands = test_gpu.on_gpus(inputs, gpu_harness.mesh_of(2))
+for _ in range(2):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no access to the peers.*'collective'"):
+        test_gpu.forward(2, gpu_harness.MoEConfig())(*operands).block_until_ready()
+config = gpu_harness.MoEConfig(composition="collective")
+test_gpu.assert_right(test_gpu.run(inputs, 2, config), inputs)
+"""
+
+
+@pytest.mark.parametrize("setting", ["NCCL_WIN_ENABLE", "NCCL_CUMEM_ENABLE"])
+def test_peers_without_access_are_refused(setting):
+    require_gpus(2)
+    expect_success(start(WITHOUT_PEER_MEMORY, **{setting: "0"}))
 
 
 PROCESS = """

@@ -149,7 +149,11 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
     return describe(result);
   }
   arena->window = window;
-  if (window == nullptr) {
+  // Where NCCL cannot make one it says success, and gives what kernels must not touch.
+  cudaPointerAttributes attributes{};
+  const bool on_device = cudaPointerGetAttributes(&attributes, window) == cudaSuccess &&
+                         attributes.type == cudaMemoryTypeDevice;
+  if (!on_device) {
     return "NCCL offers no access to the peers' memory: the GPUs have no peer-to-peer access, or "
            "NCCL_WIN_ENABLE or NCCL_CUMEM_ENABLE is 0 in the environment; if it cannot be had, use "
            "MoEConfig(composition='collective')";
