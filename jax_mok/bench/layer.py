@@ -100,7 +100,7 @@ def measure(session: Session, rates: Rates, name: str, shape: Shape) -> dict[str
     layer_s = scale.call_s + session.flops(shape) / scale.flops_per_s
     product_s = scale.product_flops / scale.flops_per_s
     burst = stopwatch.burst({kind: repeat(kind, layer_s), "product": repeat("product", product_s)})
-    sustained = stopwatch.sustained(run, {kind: layer_s, "product": product_s})
+    sustained = stopwatch.sustained(run, kind, "product", (layer_s, product_s))
     link_s = 0.0
     if rates.link:
         ids = np.asarray(operands.ids)

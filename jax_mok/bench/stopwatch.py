@@ -57,30 +57,33 @@ class Stopwatch:
         }
 
     def sustained(
-        self, run: Callable[[tuple[str, ...]], Any], guesses_s: Mapping[str, float]
+        self,
+        run: Callable[[tuple[str, ...]], Any],
+        first: str,
+        second: str,
+        guesses_s: tuple[float, float],
     ) -> dict[str, Times]:
-        """Seconds of calls of two kinds in turn without a pause.
+        """Seconds of two calls in turn without a pause.
 
         Args:
           run: makes the named calls in that order and returns arrays to wait for.
-          guesses_s: of both, a guess at the seconds of one call.
+          first: name of a call.
+          second: name of the other, of which a turn has as many as take the time of the first, but
+            at least one: their difference would drown in the scatter of a longer turn.
+          guesses_s: guesses at the seconds of both.
 
         Returns:
-          By name, how much longer the turns take if all of them have its calls twice. A turn has
-          as many calls of the shorter kind as take the time of one of the longer, so that both
-          differences stand out of the scatter alike.
+          By name, how much longer the turns take if all of them have its calls twice.
         """
-        longest_s = max(guesses_s.values())
-        calls = {name: round(longest_s / guess_s) for name, guess_s in guesses_s.items()}
-        first, second = ((name,) * count for name, count in calls.items())
-        orders = dict(zip(calls, (first + first + second, first + second + second), strict=True))
-        turns = max(2, round(self.sustained_s / (2 * longest_s)))
+        counts = {first: 1, second: max(1, round(guesses_s[0] / guesses_s[1]))}
+        firsts, seconds = (first,), (second,) * counts[second]
+        orders = {"": firsts + seconds, first: 2 * firsts + seconds, second: firsts + 2 * seconds}
+        turns = max(2, round(self.sustained_s / (guesses_s[0] + counts[second] * guesses_s[1])))
         programs = {twice: _bind(run, order * turns) for twice, order in orders.items()}
-        programs[""] = _bind(run, (first + second) * turns)
-        seconds = time_rounds(programs, self.rounds, warm_up=_WARM_UP, after_round=self.after_round)
+        times = time_rounds(programs, self.rounds, warm_up=_WARM_UP, after_round=self.after_round)
         return {
-            name: difference(seconds[name], seconds[""], turns * count)
-            for name, count in calls.items()
+            name: difference(times[name], times[""], turns * count)
+            for name, count in counts.items()
         }
 
 
