@@ -40,13 +40,14 @@ class MoEConfig:
         `ring_rows` the balanced load with its head-room.
       dispatch: who moves token rows to the experts: the expert's rank ("pull") or the token's home
         rank ("push"; on GPUs before the experts start, so this time is not hidden behind products).
-        The collective composition has no directions.
+        In the backward pass tokens move again, the same way. The collective composition has no
+        directions.
       combine: who moves output rows home: the token's home rank ("pull") or the expert's ("push").
         On GPUs "pull" moves them only after all experts are done, and keeps memory for the output
         rows of the worst load, every choice of every rank, instead of this rank's own choices:
         about as many times more as there are ranks; see `jax_mok.memory`.
-      reverse_combine: as `dispatch`, for the output's gradient; on GPUs "pull" only.
-      reverse_dispatch: as `combine`, for the input's gradient; on GPUs "push" only.
+      reverse_combine: as `dispatch`, for the output's gradient.
+      reverse_dispatch: as `combine`, for the input's gradient.
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
       composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through

@@ -1,4 +1,4 @@
-"""The forward pass on NVIDIA GPUs, fused or composed: one custom call."""
+"""Both passes on NVIDIA GPUs, fused or composed: one custom call each."""
 
 from __future__ import annotations
 

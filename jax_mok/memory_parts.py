@@ -19,7 +19,7 @@ class Part:
 
     Attributes:
       name: what they hold.
-      formula: their bytes before rounding up, in the letters of this module.
+      formula: their bytes before rounding up, in the letters of `jax_mok.memory`.
       bytes: their bytes.
     """
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mok.bench import bound, kernels
+from jax_mok.bench import bound, kernels, timing
+from jax_mok.bench.chains import Chain
 from jax_mok.bench.routes import KINDS, draw_routes
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.stopwatch import Stopwatch
 from jax_mok.bench.timing import Times, difference, time_rounds
 
 
@@ -136,3 +138,47 @@ def test_every_call_is_timed_in_every_round_but_those_that_warm_up():
 
 def test_a_difference_of_programs_is_taken_round_by_round():
     assert difference([9.0, 14.0, 23.0], [1.0, 2.0, 3.0], 4) == Times(3.0, 2.5, 4.0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes in sleep alone."""
+
+    class Clock:
+        now = 0.0
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_a_burst_leaves_out_what_starting_a_program_costs(clock):
+    watch = Stopwatch(burst_s=0.02, sustained_s=0.1, rounds=3)
+    chains = {
+        "short": Chain(lambda calls: clock.sleep(0.5 + calls * 0.001), 0.001),
+        "long": Chain(lambda calls: clock.sleep(0.5 + calls * 0.030), 0.030),
+    }
+    seconds = watch.burst(chains)
+    assert seconds["short"].median == pytest.approx(0.001)
+    assert seconds["long"].median == pytest.approx(0.030)
+
+
+@pytest.mark.parametrize(("first_s", "second_s"), [(0.025, 0.001), (0.0004, 0.0013)])
+def test_sustained_turns_give_the_times_of_both_calls(clock, first_s, second_s):
+    watch = Stopwatch(burst_s=0.02, sustained_s=0.1, rounds=3)
+    took = {"layer": first_s, "product": second_s}
+    orders = set()
+
+    def run(order: tuple[str, ...]) -> None:
+        orders.add(order)
+        clock.sleep(0.5 + sum(took[name] for name in order))
+
+    seconds = watch.sustained(run, "layer", "product", (first_s, second_s))
+    assert {name: times.median for name, times in seconds.items()} == pytest.approx(took)
+    assert all(0.05 < sum(took[name] for name in order) < 0.3 for order in orders)

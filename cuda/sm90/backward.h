@@ -9,11 +9,12 @@
 #include "sm90/forward.h"
 
 // Gradients of the layer in one persistent kernel: reverse combine, SwiGLU backward, reverse
-// dispatch and the weights' gradients, wave by wave of the plan's rows. A wave is, in this order,
+// dispatch and the weights' gradients, wave by wave of the plan's rows. Or a range of the work
+// list, for callers that do the moves apart. A wave is, in this order,
 //   replay  the pre-activations again, if some of its rows have not been saved
 //   hidden  d_hidden = dy · W_downᵀ; from it the gradients of gate and up, the router weights' and
 //           the weighted hidden rows, which go to rings
-//   input   dx = d_gate · W_gateᵀ + d_up · W_upᵀ, pushed to the home slots
+//   input   dx = d_gate · W_gateᵀ + d_up · W_upᵀ, pushed to the home slots or left to be pulled
 //   weights dW_gate = xᵀ · d_gate, dW_up = xᵀ · d_up, dW_down = (w · hidden)ᵀ · dy
 namespace mok::sm90 {
 

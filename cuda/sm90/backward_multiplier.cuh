@@ -6,7 +6,7 @@
 #include "sm90/weight_gradients.cuh"
 
 // What the backward kernel does with its products: gradients and weighted hidden rows for the
-// rings, the input's gradient for the home slots, the weights' gradients.
+// rings, the rows of the input's gradient, the weights' gradients.
 namespace mok::sm90 {
 
 class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardParams> {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +90,7 @@ class Session:
       backward: whether the backward pass is measured too.
       rounds: timed rounds.
       progress: what is shown meanwhile.
+      on_gpus: else on CPU devices, which only try the measurement.
     """
 
     mesh: Mesh
@@ -100,11 +100,7 @@ class Session:
     backward: bool
     rounds: int
     progress: Progress
-
-    @property
-    def on_gpus(self) -> bool:
-        """Else on CPU devices, which only try the measurement."""
-        return _PLATFORM.value == "cuda"
+    on_gpus: bool
 
     def flops(self, shape: Shape) -> int:
         """Of one GPU; a backward pass has twice the products of a forward pass."""
@@ -168,9 +164,6 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
         raise app.UsageError(f"unknown --shapes {', '.join(unknown)}; known: {', '.join(KNOWN)}")
     if _PLATFORM.value == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    # cuBLAS is the yardstick, not XLA's own generated products.
-    cublas = "--xla_gpu_enable_triton_gemm=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cublas}"
     try:
         devices = jax.devices(_PLATFORM.value)
     except RuntimeError as error:
@@ -188,6 +181,7 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
         backward=_BACKWARD.value,
         rounds=_ROUNDS.value,
         progress=progress,
+        on_gpus=_PLATFORM.value == "cuda",
     )
 
 

@@ -18,6 +18,12 @@ def lax_product(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.A
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
 
+def zeros_beyond(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The rows of the groups, and zeros for those beyond."""
+    is_there = jnp.arange(len(rows)) < jnp.sum(sizes)
+    return jnp.where(is_there[:, None], rows, 0)
+
+
 class Tiles(NamedTuple):
     """Options of Pallas-Mosaic's kernels for Hopper."""
 
@@ -28,19 +34,25 @@ class Tiles(NamedTuple):
     max_concurrent_steps: int = 4
 
 
-TILES = tuple(Tiles(m, n, grid) for m in (64, 128) for n in (128, 256) for grid in (1, 4))
-"""Those to choose from."""
+_BLOCKS_N = ((64, 1), (128, 1), (128, 4), (256, 1), (256, 4))
+TILES = tuple(Tiles(m, n, grid) for m in (64, 128) for n, grid in _BLOCKS_N)
+"""Those to choose from; the first fits all widths that are multiples of 64."""
 
 
 def mosaic_product(tiles: Tiles) -> GroupedProduct:
-    """`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, and its transposes for the gradients."""
+    """`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`, and its transposes for the gradients.
+
+    The kernels leave result rows beyond the groups as they were, and multiply such operand rows by
+    zero, which does not rid them of NaN: hence zeros there before and after.
+    """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
     options = tiles._asdict()
 
     @jax.custom_vjp
     def product(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-        return ragged_dot_mgpu.ragged_dot(rows, matrices, group_sizes=sizes, **options)
+        result = ragged_dot_mgpu.ragged_dot(rows, matrices, group_sizes=sizes, **options)
+        return zeros_beyond(result, sizes)
 
     def forward(
         rows: jax.Array, matrices: jax.Array, sizes: jax.Array
@@ -51,13 +63,14 @@ def mosaic_product(tiles: Tiles) -> GroupedProduct:
         kept: tuple[jax.Array, jax.Array, jax.Array], d_result: jax.Array
     ) -> tuple[jax.Array, jax.Array, None]:
         rows, matrices, sizes = kept
+        rows, d_result = zeros_beyond(rows, sizes), zeros_beyond(d_result, sizes)
         d_rows = ragged_dot_mgpu.ragged_dot(
             d_result, matrices, group_sizes=sizes, transpose_rhs=True, **options
         )
         d_matrices = transposed_ragged_dot_mgpu.transposed_ragged_dot(
             rows, d_result, group_sizes=sizes, **options
         )
-        return d_rows, d_matrices, None
+        return zeros_beyond(d_rows, sizes), d_matrices, None
 
     product.defvjp(forward, backward)
     return product
@@ -78,8 +91,7 @@ def apply_experts(
     both = product(rows, jnp.concatenate([experts.gate, experts.up], axis=2), sizes)
     gate, up = jnp.split(both, 2, axis=1)
     output = product(jax.nn.silu(gate) * up, experts.down, sizes)
-    is_there = jnp.arange(len(rows)) < jnp.sum(sizes)
-    return jnp.where(is_there[:, None], output, 0)
+    return zeros_beyond(output, sizes)
 
 
 Layer = Callable[..., jax.Array]

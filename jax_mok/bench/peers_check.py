@@ -1,0 +1,77 @@
+"""Whether a peer computes what the layer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_mok.bench import chains
+from jax_mok.bench.chains import Operands
+from jax_mok.reference import reference_moe
+
+_SAMPLE = 64  # tokens of each rank
+
+
+def errors_of(
+    layer: Callable[..., jax.Array],
+    operands: Operands,
+    mesh: Mesh,
+    backward: bool,
+    keeps: np.ndarray | None = None,
+) -> dict[str, float]:
+    """Relative errors of a call with the first turn's routes, beside the plain layer.
+
+    Args:
+      layer: as `jax_mok.moe_ffn`.
+      operands: of the call.
+      mesh: the devices.
+      backward: whether to compare gradients too, with y as the output's gradient.
+      keeps: bool [n·T, K], the choices that the layer does not drop; None: all.
+
+    Returns:
+      By name, of some tokens of every rank the error of the outputs, of x's gradient and of the
+      router weights', and of every rank's first expert those of its three matrices' gradients.
+    """
+    x, all_ids, router_weights, *experts, _, _ = operands
+    ids = all_ids[0]
+    if keeps is not None:
+        router_weights = router_weights * keeps
+    ranks = mesh.size
+    tokens, local = len(x) // ranks, len(experts[0]) // ranks
+    some = np.concatenate(
+        [np.arange(min(_SAMPLE, tokens)) + rank * tokens for rank in range(ranks)]
+    )
+    results = chains.run_layer(operands, mesh, layer, backward, 1)
+
+    def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return reference_moe(x, ids[some], weights, *experts)
+
+    y, pullback = jax.vjp(jax.jit(plain), x[some], router_weights[some])
+    errors = {"outputs": _error(results[0][some], y)}
+    if not backward:
+        return errors
+    dy, dx, d_weights, *d_experts = results
+    if keeps is not None:
+        d_weights = d_weights * keeps
+    for name, found, want in zip(
+        ("x", "router weights"), (dx, d_weights), pullback(dy[some]), strict=True
+    ):
+        errors[f"gradients of {name}"] = _error(found[some], want)
+    for expert in range(0, ranks * local, local):
+
+        def plain_expert(*matrices: jax.Array, expert: int = expert) -> jax.Array:
+            return reference_moe(x, jnp.where(ids == expert, 0, -1), router_weights, *matrices)
+
+        _, pullback = jax.vjp(jax.jit(plain_expert), *(w[expert : expert + 1] for w in experts))
+        for name, found, want in zip(("gate", "up", "down"), d_experts, pullback(dy), strict=True):
+            errors[f"gradients of {name} {expert}"] = _error(found[expert : expert + 1], want)
+    return errors
+
+
+def _error(found: jax.Array, want: jax.Array) -> float:
+    found64, want64 = (np.asarray(a).astype(np.float64) for a in (found, want))
+    return float(np.linalg.norm(found64 - want64) / np.linalg.norm(want64))
