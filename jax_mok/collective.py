@@ -14,9 +14,7 @@ from jax_mok.plan import Plan
 from jax_mok.sharding import vary
 
 
-def dispatch(
-    call: Call, values: jax.Array, plan: Plan, wave: jax.Array, place: jax.Array
-) -> jax.Array:
+def dispatch(call: Call, values: jax.Array, plan: Plan, wave: jax.Array) -> jax.Array:
     """As `composed.dispatch`; every row is pulled."""
     layout = call.layout
     rows = wave * layout.ring_rows + jnp.arange(layout.ring_rows, dtype=jnp.int32)
@@ -28,7 +26,6 @@ def dispatch(
         ranks=jnp.where(source < 0, -1, source // layout.choices),
         rows=source % layout.choices // choices_a_row,
         initial=jnp.zeros((layout.ring_rows, values.shape[1]), values.dtype),
-        own_rank=place[1],
     )
 
 
@@ -38,7 +35,6 @@ def combine(
     slots: jax.Array,
     plan: Plan,
     wave: jax.Array,
-    place: jax.Array,
 ) -> jax.Array:
     """As `composed.combine`; every row is pulled."""
     layout = call.layout
@@ -50,7 +46,6 @@ def combine(
         ranks=jnp.where(in_wave, slot_rank, -1),
         rows=slot_row % layout.ring_rows,
         initial=slots,
-        own_rank=place[1],
     )
 
 
@@ -61,10 +56,10 @@ def _take_as_they_pass(
     ranks: jax.Array,
     rows: jax.Array,
     initial: jax.Array,
-    own_rank: jax.Array,
 ) -> jax.Array:
     """[M, W]: values[rows[m]] of rank ranks[m], or initial[m] where ranks[m] is -1."""
     axis_name, size = call.position.axis_name, call.layout.ranks
+    own_rank = jax.lax.axis_index(axis_name)
     to_left = [(rank, (rank - 1) % size) for rank in range(size)]
 
     def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -134,7 +134,7 @@ def _dispatch(
 ) -> jax.Array:
     if call.ranks_share_memory:
         return composed.dispatch(call, operation, values, routed.plan, wave, routed.place)
-    return collective.dispatch(call, values, routed.plan, wave, routed.place)
+    return collective.dispatch(call, values, routed.plan, wave)
 
 
 def _combine(
@@ -147,7 +147,7 @@ def _combine(
 ) -> jax.Array:
     if call.ranks_share_memory:
         return composed.combine(call, operation, ring, slots, routed.plan, wave, routed.place)
-    return collective.combine(call, ring, slots, routed.plan, wave, routed.place)
+    return collective.combine(call, ring, slots, routed.plan, wave)
 
 
 def _weighted_sum(

@@ -154,6 +154,8 @@ def memory(
     n, T, K = _whole("ranks", ranks), _whole("tokens", tokens), _whole("top_k", top_k)
     E = _whole("experts", experts)
     H, I = _whole("hidden", hidden, WIDTH_MULTIPLE), _whole("inner", inner, WIDTH_MULTIPLE)
+    if not isinstance(backward, bool):
+        raise MoEInputError(f"backward={backward!r} must be True or False")
     if E % n:
         raise MoEInputError(f"{E} experts cannot be divided among {n} ranks: use a multiple of {n}")
     if E > MOST_EXPERTS:

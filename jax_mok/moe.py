@@ -304,7 +304,11 @@ def _moe_backward(
     # What is summed over replicas is summed in float32.
     summed_axes = {axis for axes in call.operand_axes[2:] for axis in varying_axes(dy) - axes}
     is_summed = any(jax.lax.axis_size(axis) > 1 for axis in summed_axes)
-    weight_dtype = jnp.dtype(jnp.float32) if is_summed else jnp.result_type(*weights)
+    weight_dtype = (
+        jnp.dtype(jnp.float32)
+        if is_summed
+        else max((w.dtype for w in weights), key=lambda dtype: dtype.itemsize)
+    )
 
     def in_waves(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         gradients = layer.backward(call, *residuals, dy=dy)

@@ -97,10 +97,19 @@ def test_the_profiler_records_what_runs():
     assert kernels.record(lambda: jnp.ones(3) + 1, 2)
 
 
-def test_unknown_shapes_are_named(tmp_path):
-    finished = run("layer", "--shapes=tiny", devices=1, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("name", "flag", "message"),
+    [
+        ("layer", "--shapes=tiny", "unknown --shapes tiny; known: qwen3-30b-a3b"),
+        ("layer", "--shapes=", "--shapes is empty; known: qwen3-30b-a3b"),
+        ("layer", "--json=no/such/f", "--json=no/such/f cannot be written: No such file"),
+        ("peers", "--plot=no/such/f", "--plot=no/such/f cannot be written: No such file"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_measuring(tmp_path, name, flag, message):
+    finished = run(name, flag, "--platform=cpu", devices=1, cwd=tmp_path)
     assert finished.returncode != 0
-    assert "unknown --shapes tiny; known: qwen3-30b-a3b" in finished.stdout + finished.stderr
+    assert message in finished.stdout + finished.stderr
 
 
 def test_link_carries_a_token_once_to_a_rank_and_every_output_row_home():

@@ -172,6 +172,7 @@ def test_a_smaller_ring_needs_less_and_one_rank_shows_nothing():
         ({"experts": 129}, "129 experts cannot be divided among 2 ranks: use a multiple of 2"),
         ({"experts": 3060}, "3060 experts does not fit .* use at most 3058"),
         ({"tokens": 2**30}, "split the batch into several calls"),
+        ({"backward": "yes"}, "backward='yes' must be True or False"),
         ({"config": {}}, "config must be a MoEConfig or None, got dict"),
     ],
 )

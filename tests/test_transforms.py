@@ -248,14 +248,18 @@ def test_any_mesh_gives_the_same_bits(inputs, expected, shape, axis_types, permu
         )
 
 
-def test_replicated_tokens_get_the_sum_of_their_gradients(inputs):
+@pytest.mark.parametrize("composition", ["composed", "collective"])
+def test_replicated_tokens_get_the_sum_of_their_gradients(inputs, composition):
     """x is the same along "dp", its output is weighted differently there."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "ep"))
     scale = np.array([2.0, 3.0], np.float32)
+    layer = functools.partial(
+        jax_mok.moe_ffn, axis_name="ep", config=jax_mok.MoEConfig(composition=composition)
+    )
 
     def loss(x, w_gate):
         def body(x, ids, weights, w_gate, w_up, w_down, dy, scale):
-            y = jax_mok.moe_ffn(x, ids, weights, w_gate, w_up, w_down, axis_name="ep")
+            y = layer(x, ids, weights, w_gate, w_up, w_down)
             return jax.lax.psum(jnp.sum(y * dy) * scale[0], ("dp", "ep"))
 
         return jax.shard_map(
@@ -278,6 +282,16 @@ def test_replicated_tokens_get_the_sum_of_their_gradients(inputs):
     want = harness.run_layer(inputs, RANKS)
     np.testing.assert_allclose(dx, scale.sum() * want.dx, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, scale.sum() * want.d_w_gate, rtol=1e-5, atol=1e-5)
+
+
+def test_masters_of_several_dtypes_need_no_implicit_promotion(inputs):
+    x, weights, gate, *others = (jnp.asarray(operand) for operand in primals(inputs))
+    half = [operand.astype(jnp.bfloat16) for operand in (x, *others)]
+    layer = layer_on(harness.mesh_of(RANKS), inputs)
+    operands = half[0], weights, gate, *half[1:]
+    with jax.numpy_dtype_promotion("strict"):
+        gradients = jax.jit(jax.grad(lambda *o: jnp.sum(layer(*o)), argnums=range(5)))(*operands)
+    assert [g.dtype for g in gradients] == [operand.dtype for operand in operands]
 
 
 def test_layers_of_one_program_do_not_meet_each_other(inputs, expected):

@@ -28,7 +28,7 @@ from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, Tiles, with_product
 from jax_mok.bench.peers_check import errors_of
-from jax_mok.bench.session import Session, measure_shapes, open_session
+from jax_mok.bench.session import Session, expect_writable, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> None:
     """Prints the table."""
     if _PLOT.value:
         from jax_mok.bench import peers_plot  # before all measuring, if Matplotlib is missing
+
+        expect_writable("--plot", _PLOT.value)
     # Drawn between rounds only, so that nothing runs beside what is timed.
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         session = open_session(argv, progress)

@@ -159,9 +159,13 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
     """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if not _SHAPES.value:
+        raise app.UsageError(f"--shapes is empty; known: {', '.join(KNOWN)}")
     unknown = sorted(set(_SHAPES.value) - set(KNOWN))
     if unknown:
         raise app.UsageError(f"unknown --shapes {', '.join(unknown)}; known: {', '.join(KNOWN)}")
+    if _JSON.value:
+        expect_writable("--json", _JSON.value)
     if _PLATFORM.value == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:
@@ -183,6 +187,19 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
         progress=progress,
         on_gpus=_PLATFORM.value == "cuda",
     )
+
+
+def expect_writable(flag: str, path: str) -> None:
+    """Before all measuring.
+
+    Raises:
+      app.UsageError: if no file can be written there.
+    """
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise app.UsageError(f"{flag}={path} cannot be written: {error.strerror}") from error
 
 
 def measure_shapes(
