@@ -85,10 +85,12 @@ def _run() -> None:
     y, mean_square, counts = step(x, logits, gate, up, down)
     jax_mok.check()
     rows = y.addressable_shards[0].index[0]
+    # In one write, the line's end included: both processes share the terminal.
     print(
         f"process {FLAGS.process} has rows {rows.start or 0}..{rows.stop or TOKENS} of y "
         f"{y.shape}; of all, mean square {float(mean_square):.6f}, choices of each expert "
-        f"{np.asarray(counts).tolist()}",
+        f"{np.asarray(counts).tolist()}\n",
+        end="",
         flush=True,
     )
 
