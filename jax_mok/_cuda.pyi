@@ -1,3 +1,5 @@
+from typing import Protocol
+
 from jax_mok._native import Fault
 
 def registrations() -> dict[str, dict[str, object]]: ...
@@ -10,67 +12,47 @@ def plan_fits(
 def plan_workspace_bytes(
     *, ranks: int, tokens: int, top_k: int, experts: int, tile_rows: int, chunk_rows: int
 ) -> int: ...
-def backward_arena_bytes(
-    *,
-    ranks: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    tile_rows: int,
-    chunk_rows: int,
-    ring_rows: int,
-    hidden: int,
-    inner: int,
-    dispatch_push: bool,
-    reverse_combine_push: bool,
-    reverse_dispatch_push: bool,
-    composed: bool,
-) -> int: ...
-def backward_workspace_bytes(
-    *,
-    ranks: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    tile_rows: int,
-    chunk_rows: int,
-    ring_rows: int,
-    hidden: int,
-    inner: int,
-    dispatch_push: bool,
-    reverse_combine_push: bool,
-    reverse_dispatch_push: bool,
-    composed: bool,
-) -> int: ...
-def arena_bytes(
-    *,
-    ranks: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    tile_rows: int,
-    chunk_rows: int,
-    ring_rows: int,
-    hidden: int,
-    inner: int,
-    dispatch_push: bool,
-    combine_push: bool,
-    composed: bool,
-    keeps_plan: bool,
-) -> int: ...
-def workspace_bytes(
-    *,
-    ranks: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    tile_rows: int,
-    chunk_rows: int,
-    ring_rows: int,
-    hidden: int,
-    inner: int,
-    dispatch_push: bool,
-    combine_push: bool,
-    composed: bool,
-    keeps_plan: bool,
-) -> int: ...
+
+class _OfForwardPass(Protocol):
+    def __call__(
+        self,
+        *,
+        ranks: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        tile_rows: int,
+        chunk_rows: int,
+        ring_rows: int,
+        hidden: int,
+        inner: int,
+        dispatch_push: bool,
+        combine_push: bool,
+        composed: bool,
+        keeps_plan: bool,
+    ) -> int: ...
+
+arena_bytes: _OfForwardPass
+workspace_bytes: _OfForwardPass
+
+class _OfBackwardPass(Protocol):
+    def __call__(
+        self,
+        *,
+        ranks: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        tile_rows: int,
+        chunk_rows: int,
+        ring_rows: int,
+        hidden: int,
+        inner: int,
+        dispatch_push: bool,
+        reverse_combine_push: bool,
+        reverse_dispatch_push: bool,
+        composed: bool,
+    ) -> int: ...
+
+backward_arena_bytes: _OfBackwardPass
+backward_workspace_bytes: _OfBackwardPass

@@ -212,7 +212,7 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t entry, uint64_t now
     if (flags[rank].epoch < now) {
       return who + " has not reached the set-up within MoEConfig.timeout_s";
     }
-    if (flags[rank].failed >= entry) {
+    if (has_failed_since(flags[rank].failed, entry)) {
       return who + " could not go on: see its error";
     }
   }

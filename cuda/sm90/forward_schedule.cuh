@@ -21,7 +21,9 @@ class ForwardScheduler : SchedulerBase<ForwardParams> {
                   if (ring.rows != nullptr) {
                     return place_in(ring, row, params_.hidden);
                   }
-                  return is_down ? home_of(params_, slot) : token_of(params_, slot);
+                  return is_down ? home_of(params_, slot)
+                                 : token_of(params_, params_.x, params_.received, params_.x_offset,
+                                            slot);
                 });
       await_inputs(work);
     });

@@ -14,19 +14,21 @@ __device__ inline Bits16* place_in(const RowRing& ring, int32_t row, int32_t wid
 }
 
 // The token of a choice, given by its global number: this rank's own, one that has been received,
-// or else where its rank shows it.
-__device__ inline const Bits16* token_of(const ForwardParams& params, int32_t slot) {
+// or else where its rank shows it, at an offset in its arena.
+template <typename Params>
+__device__ const Bits16* token_of(const Params& params, const Bits16* own, const Bits16* received,
+                                  int64_t offset, int32_t slot) {
   const int32_t token = slot / params.top_k;
   const int32_t rank = token / params.tokens;
   const int64_t in_rank = token - rank * params.tokens;
   if (rank == params.rank) {
-    return params.x + in_rank * params.hidden;
+    return own + in_rank * params.hidden;
   }
-  if (params.received != nullptr) {
-    return params.received + int64_t{token} * params.hidden;
+  if (received != nullptr) {
+    return received + int64_t{token} * params.hidden;
   }
-  const char* const peer_x = params.bases[rank] + params.x_offset;
-  return reinterpret_cast<const Bits16*>(peer_x) + in_rank * params.hidden;
+  const char* const shown = params.bases[rank] + offset;
+  return reinterpret_cast<const Bits16*>(shown) + in_rank * params.hidden;
 }
 
 // The home slot of a choice, given by its global number.

@@ -22,10 +22,12 @@ from jax_mok.bench.timing import Times
 
 KNOWN = SHAPES | TOY
 _PLATFORM = flags.DEFINE_enum(
-    "platform", "cuda", ["cuda", "cpu"], "cpu only tries the measurement: use --shapes=toy"
+    "platform", "cuda", ["cuda", "cpu"], "cpu only tries the measurement, at toy size"
 )
 _GPUS = flags.DEFINE_integer("gpus", None, "devices to use; default: all", lower_bound=1)
-_SHAPES = flags.DEFINE_list("shapes", list(SHAPES), f"some of {', '.join(KNOWN)}")
+_SHAPES = flags.DEFINE_list(
+    "shapes", None, f"some of {', '.join(KNOWN)}; default: all but toy, on CPU devices toy alone"
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 30, "timed rounds", lower_bound=2)
 _ROUTES = flags.DEFINE_enum("routes", "uniform", KINDS, "load of experts")
 _BACKWARD = flags.DEFINE_bool("backward", False, "forward and backward, for all gradients")
@@ -144,8 +146,9 @@ class Session:
         """What there is not on these devices."""
         if not self.on_gpus:
             return [
-                "link and memory, which CPU devices do not have to themselves, and so the bound "
-                "and the reading of weights; the plan, which has no kernels there",
+                "link and memory rates, which CPU devices do not have to themselves, and so the "
+                "bound and the reading of weights; the plan and the memory of a call (GiB), which "
+                "are those of GPU kernels",
                 "anything of use: sizes and repeats are too small for that on CPU devices",
             ]
         return ["the link, which one GPU has no use for"] if self.mesh.size == 1 else []
@@ -159,9 +162,12 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
     """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    if not _SHAPES.value:
+    names = _SHAPES.value
+    if names is None:
+        names = list(TOY if _PLATFORM.value == "cpu" else SHAPES)
+    if not names:
         raise app.UsageError(f"--shapes is empty; known: {', '.join(KNOWN)}")
-    unknown = sorted(set(_SHAPES.value) - set(KNOWN))
+    unknown = sorted(set(names) - set(KNOWN))
     if unknown:
         raise app.UsageError(f"unknown --shapes {', '.join(unknown)}; known: {', '.join(KNOWN)}")
     if _JSON.value:
@@ -172,15 +178,14 @@ def open_session(argv: Sequence[str], progress: Progress) -> Session:
         devices = jax.devices(_PLATFORM.value)
     except RuntimeError as error:
         raise app.UsageError(
-            f"JAX finds no NVIDIA GPU ({error}): --platform=cpu --shapes=toy tries the measurement "
-            "without"
+            f"JAX finds no NVIDIA GPU ({error}): --platform=cpu tries the measurement without"
         ) from error
     if _GPUS.value and _GPUS.value > len(devices):
         raise app.UsageError(f"--gpus={_GPUS.value}, and this machine has {len(devices)}")
     return Session(
         mesh=Mesh(np.array(devices[: _GPUS.value]), (chains.AXIS,)),
         scale=_SCALES[_PLATFORM.value],
-        shapes={name: KNOWN[name] for name in _SHAPES.value},
+        shapes={name: KNOWN[name] for name in names},
         routes=_ROUTES.value,
         backward=_BACKWARD.value,
         rounds=_ROUNDS.value,

@@ -10,16 +10,9 @@
 #include <vector>
 
 #include "core/plan.h"
+#include "require.h"
 
 using namespace mok;
-
-#define REQUIRE(condition)                                    \
-  do {                                                        \
-    if (!(condition)) {                                       \
-      std::printf("line %d: not %s\n", __LINE__, #condition); \
-      std::exit(1);                                           \
-    }                                                         \
-  } while (0)
 
 namespace {
 
