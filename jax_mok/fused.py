@@ -63,6 +63,9 @@ def forward_and_keep(
     return y, Plan(*tables), pre_activations
 
 
+_SAVED, _SPENT = 6, 5  # operand and result that share memory: the kernel works in it
+
+
 def backward(
     call: Call,
     routed_plan: Plan,
@@ -90,6 +93,7 @@ def backward(
     sizes: dict[str, np.generic] = {
         **gpu.plan_sizes(layout),
         "ring_rows": np.int64(gpu.ring_rows(layout)),
+        "saved_rows": np.int64(layout.saved_rows),
         "hidden": np.int64(x.shape[1]),
         "inner": np.int64(weights.gate.shape[2]),
         **gpu.reverse_directions(call.config),
@@ -101,6 +105,7 @@ def backward(
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct(router_weights.shape, jnp.float32),
         *(jax.ShapeDtypeStruct(weight.shape, weight_dtype) for weight in weights),
+        jax.ShapeDtypeStruct(pre_activations.shape, pre_activations.dtype),
         jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8),
     ]
     attributes = {**sizes, **gpu.meeting(call), "clamp": _clamp(call)}
@@ -116,7 +121,9 @@ def backward(
         routed_plan.slot_rank,
         routed_plan.slot_row,
     )
-    dx, d_router_weights, *d_weights, _ = ffi.call(target, results, operands, attributes, call.axes)
+    dx, d_router_weights, *d_weights, _, _ = ffi.call(
+        target, results, operands, attributes, call.axes, aliases={_SAVED: _SPENT}
+    )
     return Gradients(dx, d_router_weights, Weights(*d_weights))
 
 

@@ -77,7 +77,7 @@ def make_layout(config: MoEConfig, *, ranks: int, tokens: int, top_k: int, exper
     chunk_rows, ring_rows = _ring(config, default_rows, max(max_rows, TILE_ROWS))
     saved_rows = config.saved_rows
     if saved_rows is None:
-        saved_rows = ring_rows if config.ring_rows else min(ring_rows, balanced_rows)
+        saved_rows = ring_rows
     return Layout(
         ranks=ranks,
         tokens=tokens,

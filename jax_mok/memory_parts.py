@@ -128,6 +128,7 @@ def backward_workspace(
     I: int,
     M: int,
     R: int,
+    P: int,
     W: int,
     V: int,
     A: int,
@@ -140,7 +141,6 @@ def backward_workspace(
         _part("work list", "16·W", 16 * W),
         _part("waves", "32·(V + 1) + 36·V", 32 * (V + 1), 32 * V, 4 * V),
         _part("places of tokens", "16·M", 8 * M, 8 * M),
-        _part("gradient ring", "4·R·I", 4 * R * I),
         _part("hidden ring", "2·R·I", 2 * R * I),
         _part("parts of router weights' gradients", "4·R·C", 4 * R * C),
         _part("counters of tiles", "8·M/64", 4 * tiles, 4 * tiles),
@@ -148,6 +148,8 @@ def backward_workspace(
         _part("single words", "44", 8, 4, 4, 4, 4, 20),
         _part("next items", "16·V", 16 * V) if composed else _part("next item", "4", 4),
     ]
+    if min(R, M) > P:  # else the gradients replace the pre-activations that are kept
+        parts.append(_part("gradient ring", "4·R·I", 4 * R * I))
     if V > 1:
         parts.append(_part("partial sums of two waves", "524288·A", 2**19 * A))
     if n > 1:

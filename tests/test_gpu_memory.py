@@ -69,6 +69,7 @@ def test_bytes_are_those_of_the_kernels(config, sizes):
 
 
 BACKWARD_CASES = [
+    *((jax_mok.MoEConfig(saved_rows=rows), SIZES) for rows in (0, 64, 2**30)),
     (None, SIZES),
     (None, SIZES | dict(ranks=1)),
     (None, SIZES | dict(ranks=1, tokens=64)),
@@ -108,6 +109,7 @@ def test_bytes_of_the_backward_pass_are_those_of_the_kernels(config, sizes):
         tile_rows=64,
         chunk_rows=layout.chunk_rows,
         ring_rows=max(layout.ring_rows, LEAST_RING_ROWS),
+        saved_rows=layout.saved_rows,
         dispatch_push=options.dispatch == "push",
         reverse_combine_push=options.reverse_combine == "push",
         reverse_dispatch_push=options.reverse_dispatch == "push",

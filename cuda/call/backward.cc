@@ -31,7 +31,7 @@ constexpr int kWaveLaunches = 4;  // of a wave of the composed pass, with items
 
 struct Workspace {
   BackwardList list;
-  uint16_t* gradient_ring;  // [ring_rows, 2, inner]
+  uint16_t* gradient_ring;  // [ring_rows, 2, inner]; only if it does not replace what is saved
   uint16_t* hidden_ring;    // [ring_rows, inner]
   float* dot_parts;         // [ring_rows, blocks of 128 of inner]
   float4* dw_parts;         // only if there may be several waves
@@ -78,7 +78,8 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.list.x_rows = parts.take<const uint16_t*>(tiles * kTileRows);
   space.list.dy_rows = parts.take<const uint16_t*>(tiles * kTileRows);
   space.list.first_row = has_peers ? parts.take<int32_t>(plan.ranks * plan.tokens) : nullptr;
-  space.gradient_ring = parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
+  space.gradient_ring =
+      sizes.replaces_saved() ? nullptr : parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
   space.hidden_ring = parts.take<uint16_t>(sizes.ring_rows * sizes.inner);
   space.dot_parts = parts.take<float>(sizes.ring_rows * shape.replay_columns);
   // Of one expert, the one astride two waves, and of the next such one.
@@ -134,12 +135,16 @@ bool encode_gradients(const BackwardCall& call, BackwardParams* params) {
                 kSwizzleBytes / sizeof(Gradient));
 }
 
+uint16_t* gradient_ring(const BackwardCall& call, const Workspace& space) {
+  return call.sizes.replaces_saved() ? call.saved : space.gradient_ring;
+}
+
 bool encode_maps(const BackwardCall& call, const Workspace& space, BackwardParams* params) {
   const int64_t experts = call.sizes.plan.local_experts();
   const int64_t hidden = call.sizes.hidden, inner = call.sizes.inner;
   // A ring of blocks of 64 x 64 is a matrix of 64 columns.
   const int64_t rows = call.sizes.ring_rows * (inner / kPanelColumns);
-  const uint16_t* const gradients = space.gradient_ring;
+  const uint16_t* const gradients = gradient_ring(call, space);
   const uint16_t* const weighted = space.hidden_ring;
   return encode_matrix(&params->gate, call.gate, experts * hidden, inner, kBlockDepth) &&
          encode_matrix(&params->up, call.up, experts * hidden, inner, kBlockDepth) &&
@@ -248,8 +253,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.pulls_dy = sizes.pulls_dy();
   params.weights = arena == nullptr ? call.weights : space.weights;
   params.saved = call.saved;
-  params.saved_tiles = call.saved_tiles;
-  params.gradient_ring = space.gradient_ring;
+  params.saved_tiles = static_cast<int32_t>(sizes.saved_rows / kTileRows);
+  params.gradient_ring = gradient_ring(call, space);
   if (space.dx_ring != nullptr) {
     params.outputs = {space.dx_ring, static_cast<int32_t>(sizes.ring_rows)};
   } else if (!is_pushed) {
@@ -313,7 +318,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                            sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
   }
   launch("work list",
-         list_backward(plan, shape, rank, call.saved_tiles, call.expert_tile, call.row_source,
+         list_backward(plan, shape, rank, params.saved_tiles, call.expert_tile, call.row_source,
                        {.x = {call.x, received_x, space.x_ring},
                         .dy = {call.dy, received_dy, space.dy_ring},
                         .zeros = space.zeros,

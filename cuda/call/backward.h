@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -20,6 +21,7 @@ struct BackwardSizes {
   BackwardDirections directions;
   bool composed;
   int64_t ring_rows;
+  int64_t saved_rows;
   int64_t hidden;
   int64_t inner;
 
@@ -27,6 +29,10 @@ struct BackwardSizes {
   // Whether the kernel pulls them. (The composed pass pulls row by row.)
   bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
   bool pulls_dy() const { return has_peers() && !composed && !directions.reverse_combine_push; }
+  // Whether the gradients of pre-activations replace those saved, instead of lying in memory of
+  // their own: of a tile they take the same place in the ring, from which later waves keep away
+  // until it is free.
+  bool replaces_saved() const { return saved_rows >= std::min(ring_rows, plan.max_rows()); }
   // Home slots of this rank's choices, or rows that its experts may have to take.
   int64_t dx_rows() const {
     return directions.reverse_dispatch_push ? plan.choices() : plan.max_rows();
@@ -45,9 +51,7 @@ struct BackwardCall {
   const float* weights;  // [tokens, top_k] of the router
   const uint16_t* gate;  // [local experts, hidden, inner]
   const uint16_t* up;
-  const uint16_t* down;   // [local experts, inner, hidden]
-  const uint16_t* saved;  // pre-activations of the first `saved_tiles` tiles, see ForwardCall
-  int32_t saved_tiles;
+  const uint16_t* down;       // [local experts, inner, hidden]
   const int32_t* row_source;  // of the plan, likewise the next three
   const int32_t* expert_tile;
   const int32_t* slot_rank;
@@ -55,6 +59,7 @@ struct BackwardCall {
 
   uint16_t* dx;      // [tokens, hidden]
   float* d_weights;  // [tokens, top_k]
+  uint16_t* saved;   // pre-activations of the first rows, see ForwardCall; of no use after the call
   void* d_gate;      // as the weights, in f32 or bf16
   void* d_up;
   void* d_down;

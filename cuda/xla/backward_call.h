@@ -25,6 +25,7 @@ struct BackwardAttributes {
   int32_t tile_rows;
   int64_t chunk_rows;
   int64_t ring_rows;
+  int64_t saved_rows;
   bool dispatch_push;
   bool reverse_combine_push;
   bool reverse_dispatch_push;
@@ -40,14 +41,15 @@ struct BackwardAttributes {
             {dispatch_push, reverse_combine_push, reverse_dispatch_push},
             composed,
             ring_rows,
+            saved_rows,
             hidden,
             inner};
   }
   ArenaLayout arena_layout() const { return backward_arena(sizes()); }
 };
 
-// `saved` are pre-activations of some tiles and a spare one, which only the CPU's layer writes;
-// `communicator` is null without peers.
+// `saved` are pre-activations of some tiles and a spare one, which only the CPU's layer writes; the
+// result `spent` is the same memory. `communicator` is null without peers.
 inline xla::ffi::Error execute_backward(
     cudaStream_t stream, int32_t ordinal, void* communicator, xla::ffi::Buffer<xla::ffi::BF16> x,
     xla::ffi::Buffer<xla::ffi::BF16> dy, xla::ffi::Buffer<xla::ffi::F32> weights,
@@ -58,34 +60,36 @@ inline xla::ffi::Error execute_backward(
     xla::ffi::Result<xla::ffi::Buffer<xla::ffi::BF16>> dx,
     xla::ffi::Result<xla::ffi::Buffer<xla::ffi::F32>> d_weights,
     xla::ffi::Result<xla::ffi::AnyBuffer> d_gate, xla::ffi::Result<xla::ffi::AnyBuffer> d_up,
-    xla::ffi::Result<xla::ffi::AnyBuffer> d_down, WorkspaceBuffer workspace,
+    xla::ffi::Result<xla::ffi::AnyBuffer> d_down,
+    xla::ffi::Result<xla::ffi::Buffer<xla::ffi::BF16>> spent, WorkspaceBuffer workspace,
     const BackwardAttributes& attributes) {
   const auto bits = [](auto buffer) { return reinterpret_cast<uint16_t*>(buffer.typed_data()); };
-  return failure_if(
-      launch_backward_call({.sizes = attributes.sizes(),
-                            .clamp = attributes.clamp,
-                            .timeout_ns = attributes.timeout_ns(),
-                            .communicator = communicator,
-                            .x = bits(x),
-                            .dy = bits(dy),
-                            .weights = weights.typed_data(),
-                            .gate = bits(gate),
-                            .up = bits(up),
-                            .down = bits(down),
-                            .saved = bits(saved),
-                            .saved_tiles = static_cast<int32_t>(saved.dimensions().front()) - 1,
-                            .row_source = row_source.typed_data(),
-                            .expert_tile = expert_tile.typed_data(),
-                            .slot_rank = slot_rank.typed_data(),
-                            .slot_row = slot_row.typed_data(),
-                            .dx = bits(*dx),
-                            .d_weights = d_weights->typed_data(),
-                            .d_gate = d_gate->untyped_data(),
-                            .d_up = d_up->untyped_data(),
-                            .d_down = d_down->untyped_data(),
-                            .dw_is_f32 = d_gate->element_type() == xla::ffi::F32,
-                            .workspace = memory_of(workspace)},
-                           ordinal, stream));
+  if (spent->typed_data() != saved.typed_data()) {
+    return xla::ffi::Error::Internal("jax_mok: the saved pre-activations have been copied");
+  }
+  return failure_if(launch_backward_call({.sizes = attributes.sizes(),
+                                          .clamp = attributes.clamp,
+                                          .timeout_ns = attributes.timeout_ns(),
+                                          .communicator = communicator,
+                                          .x = bits(x),
+                                          .dy = bits(dy),
+                                          .weights = weights.typed_data(),
+                                          .gate = bits(gate),
+                                          .up = bits(up),
+                                          .down = bits(down),
+                                          .row_source = row_source.typed_data(),
+                                          .expert_tile = expert_tile.typed_data(),
+                                          .slot_rank = slot_rank.typed_data(),
+                                          .slot_row = slot_row.typed_data(),
+                                          .dx = bits(*dx),
+                                          .d_weights = d_weights->typed_data(),
+                                          .saved = bits(*spent),
+                                          .d_gate = d_gate->untyped_data(),
+                                          .d_up = d_up->untyped_data(),
+                                          .d_down = d_down->untyped_data(),
+                                          .dw_is_f32 = d_gate->element_type() == xla::ffi::F32,
+                                          .workspace = memory_of(workspace)},
+                                         ordinal, stream));
 }
 
 // The operands, results and attributes of `execute_backward`, after its contexts.
@@ -109,6 +113,7 @@ auto bind_backward(Binding binding) {
       .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::Buffer<ffi::BF16>>()
       .template Ret<ffi::Buffer<ffi::U8>>()
       .template Attrs<BackwardAttributes>();
 }
@@ -121,7 +126,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int32_t>("experts"), xla::ffi::StructMember<int64_t>("hidden"),
     xla::ffi::StructMember<int64_t>("inner"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<int64_t>("ring_rows"),
-    xla::ffi::StructMember<bool>("dispatch_push"),
+    xla::ffi::StructMember<int64_t>("saved_rows"), xla::ffi::StructMember<bool>("dispatch_push"),
     xla::ffi::StructMember<bool>("reverse_combine_push"),
     xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
     xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),

@@ -63,20 +63,21 @@ void def_of_backward(nb::module_& module, const char* name, Function function) {
   module.def(
       name,
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
-                 int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
-                 bool dispatch_push, bool reverse_combine_push, bool reverse_dispatch_push,
-                 bool composed) {
+                 int64_t chunk_rows, int64_t ring_rows, int64_t saved_rows, int64_t hidden,
+                 int64_t inner, bool dispatch_push, bool reverse_combine_push,
+                 bool reverse_dispatch_push, bool composed) {
         return function(BackwardSizes{{ranks, tokens, top_k, experts, tile_rows, chunk_rows},
                                       {dispatch_push, reverse_combine_push, reverse_dispatch_push},
                                       composed,
                                       ring_rows,
+                                      saved_rows,
                                       hidden,
                                       inner});
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
-      nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
-      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("reverse_combine_push"),
-      nb::arg("reverse_dispatch_push"), nb::arg("composed"));
+      nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("saved_rows"),
+      nb::arg("hidden"), nb::arg("inner"), nb::arg("dispatch_push"),
+      nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"));
 }
 
 int64_t backward_arena_bytes(const BackwardSizes& sizes) {

@@ -43,7 +43,8 @@ ffi::Error backward_peers(cudaStream_t stream, int32_t ordinal, Communicators co
                           Int32Buffer slot_row, ffi::Result<Bf16Buffer> dx,
                           ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
                           ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
-                          ffi::Result<ffi::AnyBuffer> d_down, WorkspaceBuffer workspace,
+                          ffi::Result<ffi::AnyBuffer> d_down,
+                          ffi::Result<ffi::Buffer<ffi::BF16>> spent, WorkspaceBuffer workspace,
                           BackwardAttributes attributes) {
   const auto communicator = communicator_of(communicators, attributes.rank_groups());
   if (communicator.has_error()) {
@@ -51,7 +52,7 @@ ffi::Error backward_peers(cudaStream_t stream, int32_t ordinal, Communicators co
   }
   return execute_backward(stream, ordinal, *communicator, x, dy, weights, gate, up, down, saved,
                           row_source, expert_tile, slot_rank, slot_row, dx, d_weights, d_gate, d_up,
-                          d_down, workspace, attributes);
+                          d_down, spent, workspace, attributes);
 }
 
 template <typename Attributes>
