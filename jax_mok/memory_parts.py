@@ -154,7 +154,6 @@ def backward_workspace(
         parts.append(_part("partial sums of two waves", "524288·A", 2**19 * A))
     if n > 1:
         parts.append(_part("router weights", "4·n·T·K", 4 * n * T * K))
-        parts.append(_part("first rows of tokens", "4·n·T", 4 * n * T))
     else:
         rows, letters = _gradient_rows(config, T=T, K=K, M=M)
         parts.append(_part("rows of dx", f"2·{letters}·H", 2 * rows * H))
@@ -172,6 +171,7 @@ def backward_workspace(
         parts += [_part(f"received {what}", "2·n·T·H", 2 * n * T * H) for what in pulled]
         if pulled:
             parts.append(_part("tokens to pull of tiles", "12·M/64", 4 * tiles, 8 * tiles))
+            parts.append(_part("first rows of tokens", "4·n·T", 4 * n * T))
     return tuple(parts)
 
 

@@ -254,7 +254,7 @@ def _forward(call: Call, operands: list[jax.Array], *, keep: bool) -> _Forward:
 
         return run
 
-    def in_one_kernel(
+    def in_one_call(
         x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
     ) -> _Forward:
         if keep:
@@ -269,7 +269,7 @@ def _forward(call: Call, operands: list[jax.Array], *, keep: bool) -> _Forward:
     return jax.lax.platform_dependent(
         *operands,
         cpu=refused(_NO_CPU_KERNEL) if composition == "fused" else on_cpu,
-        cuda=in_waves(gather_plan_on_gpu) if composition == "collective" else in_one_kernel,
+        cuda=in_waves(gather_plan_on_gpu) if composition == "collective" else in_one_call,
         default=refused("the MoE layer runs on CPU devices and on NVIDIA GPUs only"),
     )
 
@@ -316,7 +316,7 @@ def _moe_backward(
             weights=Weights(*(d.astype(weight_dtype) for d in gradients.weights))
         )
 
-    def in_one_kernel(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
+    def in_one_call(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         return fused.backward(
             call,
             residuals.routed.plan,
@@ -336,7 +336,7 @@ def _moe_backward(
         dy,
         residuals,
         cpu=in_waves,
-        cuda=in_waves if call.config.composition == "collective" else in_one_kernel,
+        cuda=in_waves if call.config.composition == "collective" else in_one_call,
         default=elsewhere,
     )
     dx, d_router_weights, *d_weights = (

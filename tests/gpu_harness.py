@@ -60,10 +60,10 @@ def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen:
     )
 
 
-def expect_success(*processes: subprocess.Popen) -> None:
+def expect_success(*processes: subprocess.Popen, within_s: float = 240) -> None:
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=within_s)
             assert process.returncode == 0, output
     finally:
         for process in processes:
@@ -80,11 +80,14 @@ jax.distributed.initialize(
 """
 
 
-def run_in_two_processes(code: str, *arguments: object, **variables: str) -> None:
+def run_in_two_processes(
+    code: str, *arguments: object, within_s: float = 240, **variables: str
+) -> None:
     """The code of both, one GPU each, knows its `process` and finds the arguments in argv[3:]."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     expect_success(
-        *(start(JOIN + code, port, process, *arguments, **variables) for process in range(2))
+        *(start(JOIN + code, port, process, *arguments, **variables) for process in range(2)),
+        within_s=within_s,
     )

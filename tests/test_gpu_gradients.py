@@ -1,5 +1,7 @@
 """Gradients on NVIDIA GPUs: run with `pytest -m gpu`."""
 
+import functools
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -86,6 +88,36 @@ def test_gradients_are_bit_equal_for_any_ring_and_saved_rows(ring_rows, saved_ro
     config = MoEConfig(ring_rows=ring_rows, chunk_rows=64, saved_rows=saved_rows)
     for ranks in rank_counts():
         harness.assert_same_bits(run(inputs, ranks, config), want)
+
+
+@pytest.mark.parametrize("composition", ["auto", "composed"])
+@pytest.mark.parametrize("saved_rows", [0, 4032, 4096, 4416, 8192, 16384])
+def test_gradients_may_replace_what_is_saved_of_several_rings(saved_rows, composition):
+    inputs = draw("zipf", tokens=6000, hidden=128, inner=192)
+    ways = dict(ring_rows=4096, chunk_rows=64, composition=composition)
+    for ranks in rank_counts():
+        got = run(inputs, ranks, MoEConfig(saved_rows=saved_rows, **ways))
+        harness.assert_same_bits(got, run(inputs, 1, MoEConfig(ring_rows=16384)))
+
+
+def test_a_pullback_can_be_applied_again():
+    """The kernel works in the memory of the residuals; XLA must copy what is still needed."""
+    inputs = draw("zipf", tokens=600)
+    want = run(inputs, 1)
+    for ranks in rank_counts():
+        x, ids, *operands, dy = harness.shard(inputs, mesh_of(ranks))
+        layer = functools.partial(
+            jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=MoEConfig()
+        )
+
+        def pull_twice(x, *operands, layer=layer, ids=ids, dy=dy):
+            y, pullback = jax.vjp(lambda x, *rest: layer(x, ids, *rest), x, *operands)
+            first = pullback(dy)
+            return Outputs(y, *first), Outputs(y, *pullback(dy + 0 * first[0]))
+
+        for step in (pull_twice, jax.jit(pull_twice)):
+            for got in step(x, *operands):
+                harness.assert_same_bits(Outputs(*map(np.asarray, got)), want)
 
 
 def test_a_weight_gradient_over_many_waves_is_as_close_as_over_one():

@@ -44,8 +44,8 @@ if jax.process_index() == 0:
 def test_a_thousand_steps_have_the_same_losses_in_one_process_two_and_again(tmp_path):
     require_gpus(2)
     for name in ("one", "again"):
-        expect_success(start(TRAIN, tmp_path / f"{name}.npy", **FIXED_PRODUCTS))
-    run_in_two_processes(TRAIN, tmp_path / "two.npy", **FIXED_PRODUCTS)
+        expect_success(start(TRAIN, tmp_path / f"{name}.npy", **FIXED_PRODUCTS), within_s=600)
+    run_in_two_processes(TRAIN, tmp_path / "two.npy", within_s=600, **FIXED_PRODUCTS)
     one, again, two = (np.load(tmp_path / f"{name}.npy") for name in ("one", "again", "two"))
     assert len(one) == STEPS and np.isfinite(one).all()
     assert one[-20:].mean() < 0.6 * one[0]

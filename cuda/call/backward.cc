@@ -77,7 +77,7 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.list.tile_count = parts.take<int32_t>(1);
   space.list.x_rows = parts.take<const uint16_t*>(tiles * kTileRows);
   space.list.dy_rows = parts.take<const uint16_t*>(tiles * kTileRows);
-  space.list.first_row = has_peers ? parts.take<int32_t>(plan.ranks * plan.tokens) : nullptr;
+  space.list.first_row = sizes.pulls() ? parts.take<int32_t>(plan.ranks * plan.tokens) : nullptr;
   space.gradient_ring =
       sizes.replaces_saved() ? nullptr : parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
   space.hidden_ring = parts.take<uint16_t>(sizes.ring_rows * sizes.inner);
@@ -112,9 +112,8 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
   space.replayed = parts.take<uint32_t>(tiles);
   space.hidden_ready = parts.take<uint32_t>(tiles);
   space.wave_done = parts.take<uint32_t>(waves);
-  const bool pulls = sizes.pulls_x() || sizes.pulls_dy();
-  space.pulled = pulls ? parts.take<uint32_t>(tiles) : nullptr;
-  space.list.to_pull = pulls ? parts.take<uint64_t>(tiles) : nullptr;
+  space.pulled = sizes.pulls() ? parts.take<uint32_t>(tiles) : nullptr;
+  space.list.to_pull = sizes.pulls() ? parts.take<uint64_t>(tiles) : nullptr;
   space.zero_bytes = parts.used() - zero_begin;
 
   space.bytes = parts.used();
@@ -306,10 +305,12 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                          space.link_failed, device.record, stream));
   };
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
-  if (arena != nullptr) {
+  if (sizes.pulls()) {
     constexpr int kLarge = 0x7f;  // in every byte
     launch("first rows", cudaMemsetAsync(space.list.first_row, kLarge,
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
+  }
+  if (arena != nullptr) {
     launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank, call.x,
                                         call.dy, stream));
     meet("entry barrier", Meeting::kEntry);

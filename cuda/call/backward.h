@@ -33,6 +33,7 @@ struct BackwardSizes {
   // their own: of a tile they take the same place in the ring, from which later waves keep away
   // until it is free.
   bool replaces_saved() const { return saved_rows >= std::min(ring_rows, plan.max_rows()); }
+  bool pulls() const { return pulls_x() || pulls_dy(); }
   // Home slots of this rank's choices, or rows that its experts may have to take.
   int64_t dx_rows() const {
     return directions.reverse_dispatch_push ? plan.choices() : plan.max_rows();

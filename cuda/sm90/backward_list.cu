@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) find_waves_kernel(const ListCall cal
        row += (gridDim.x - 1) * kThreads) {
     call.keep_places(row);
     const int32_t remote = call.remote_token(row);
-    if (remote >= 0) {
+    if (remote >= 0 && call.list.first_row != nullptr) {
       atomicMin(call.list.first_row + remote, static_cast<int32_t>(row));
     }
   }

@@ -19,8 +19,9 @@ struct BackwardList {
   // [rows] where the rows' tokens lie: of this rank, received, or zeros if there is none.
   const uint16_t** x_rows;
   const uint16_t** dy_rows;
-  int32_t* first_row;  // [ranks * tokens], large before: the row that first needs a token
-  uint64_t* to_pull;   // [tiles], zero before; null if nobody pulls
+  int32_t* first_row;  // [ranks * tokens], large before: the row that first needs a token; null if
+                       // nobody pulls
+  uint64_t* to_pull;  // [tiles], zero before; null if nobody pulls
 };
 
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
