@@ -46,6 +46,7 @@ class _OfBackwardPass(Protocol):
         tile_rows: int,
         chunk_rows: int,
         ring_rows: int,
+        saved_rows: int,
         hidden: int,
         inner: int,
         dispatch_push: bool,
