@@ -28,6 +28,8 @@ class _OfForwardPass(Protocol):
         inner: int,
         dispatch_push: bool,
         combine_push: bool,
+        reverse_combine_push: bool,
+        reverse_dispatch_push: bool,
         composed: bool,
         keeps_plan: bool,
     ) -> int: ...
@@ -50,6 +52,7 @@ class _OfBackwardPass(Protocol):
         hidden: int,
         inner: int,
         dispatch_push: bool,
+        combine_push: bool,
         reverse_combine_push: bool,
         reverse_dispatch_push: bool,
         composed: bool,

@@ -90,13 +90,14 @@ def backward(
         ]
         return Gradients(zeros[0], zeros[1], Weights(*zeros[2:]))
     layout = call.layout
+    inner = weights.gate.shape[2]
     sizes: dict[str, np.generic] = {
         **gpu.plan_sizes(layout),
-        "ring_rows": np.int64(gpu.ring_rows(layout)),
+        "ring_rows": np.int64(gpu.backward_ring_rows(call.config, layout, inner)),
         "saved_rows": np.int64(layout.saved_rows),
         "hidden": np.int64(x.shape[1]),
-        "inner": np.int64(weights.gate.shape[2]),
-        **gpu.reverse_directions(call.config),
+        "inner": np.int64(inner),
+        **gpu.directions(call.config),
         "composed": np.bool_(call.config.composition == "composed"),
     }
     assert ffi.cuda is not None

@@ -19,6 +19,8 @@ WIDTH_MULTIPLE = 64
 """H and I are multiples of it."""
 MOST_EXPERTS = (227 * 1024 // 4 - 4) // 19
 """Of all ranks: `cuda/sm90/plan.cu` places choices with 19 · experts + 4 int32 in shared memory."""
+_HIDDEN_BYTES = 2
+_MOST_RING_BYTES = 384 * 2**20
 _CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
 
 
@@ -90,18 +92,23 @@ def ring_rows(layout: Layout) -> int:
     return max(layout.ring_rows, LEAST_RING_ROWS)
 
 
+def backward_ring_rows(config: MoEConfig, layout: Layout, inner: int) -> int:
+    """Those of the backward pass, whose ring need not hold a load at once: waves follow each other.
+
+    The rows of the forward pass's ring in as many equal parts as it takes for one to fit.
+    """
+    rows = ring_rows(layout)
+    if config.ring_rows is not None:
+        return rows
+    parts = -(-rows * inner * _HIDDEN_BYTES // _MOST_RING_BYTES)
+    return max(-(-rows // parts // TILE_ROWS) * TILE_ROWS, LEAST_RING_ROWS)
+
+
 def directions(config: MoEConfig) -> dict[str, np.generic]:
     """The attributes that say who moves rows, those of `cuda/core/directions.h`."""
     return {
         "dispatch_push": np.bool_(config.dispatch == "push"),
         "combine_push": np.bool_(config.combine == "push"),
-    }
-
-
-def reverse_directions(config: MoEConfig) -> dict[str, np.generic]:
-    """Likewise of the backward pass, in which tokens are dispatched again."""
-    return {
-        "dispatch_push": np.bool_(config.dispatch == "push"),
         "reverse_combine_push": np.bool_(config.reverse_combine == "push"),
         "reverse_dispatch_push": np.bool_(config.reverse_dispatch == "push"),
     }

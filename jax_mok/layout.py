@@ -9,7 +9,7 @@ from jax_mok.config import TILE_ROWS, MoEConfig
 from jax_mok.errors import MoEInputError
 
 _DEFAULT_CHUNK_ROWS = 4096
-_HEAD_ROOM = 1.25
+_HEAD_ROOM = 1.125
 # Below this the ring costs little, and a small load never waits for room, however skewed.
 _LEAST_DEFAULT_RING_ROWS = 4096
 _MAX_INT32 = 2**31 - 1

@@ -12,9 +12,13 @@ With n ranks, T tokens a rank, K choices a token, E experts of all ranks, widths
 and for a backward pass, which has waves always:
 
     P  rows whose pre-activations are kept: `MoEConfig.saved_rows`
+    R  rows of the ring, unless `MoEConfig.ring_rows` says it: those of the forward pass, divided by
+       ⌈2·R·I / 384 MiB⌉
     C  blocks of 128 of I: ⌈I/128⌉
     A  items of the weights' gradients of an expert: ⌈H/256⌉·(C + ⌈I/256⌉)
-    W  items of work: (⌊M/256⌋ + 2·E/n)·(C + ⌈I/256⌉ + ⌈H/256⌉) + (E/n + V)·A
+    V  waves: 1 if M ≤ R, else 2·⌊M/64 / (R/64 − g + 2)⌋ + 1
+    X  ends of waves that split an expert: 0 if M ≤ R, else ⌊M/64 / (R/64 − g + 1)⌋
+    W  items of work: (⌊M/256⌋ + 2·E/n)·(C + ⌈I/256⌉ + ⌈H/256⌉) + (E/n + X)·A
 
 The parts and their formulas are those of `jax_mok.memory_parts`; every array is rounded up to 256
 bytes.
@@ -28,17 +32,19 @@ from typing import Any
 
 from jax_mok.config import TILE_ROWS, MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
-from jax_mok.gpu import MOST_EXPERTS, WIDTH_MULTIPLE, ring_rows
+from jax_mok.gpu import MOST_EXPERTS, WIDTH_MULTIPLE, backward_ring_rows, ring_rows
 from jax_mok.layout import make_layout
 from jax_mok.memory_parts import (
     Part,
     backward_arena,
+    backward_waves,
     backward_workspace,
     ceil,
     forward_arena,
     forward_workspace,
     kept,
     segments,
+    splits,
     waves,
 )
 
@@ -57,6 +63,7 @@ _LEGEND = {
     "C": "blocks of 128 of I",
     "A": "items of an expert's gradients",
     "V": "waves",
+    "X": "waves that split an expert",
     "W": "items of work",
 }
 
@@ -167,13 +174,15 @@ def memory(
     layout = make_layout(config, ranks=n, tokens=T, top_k=K, experts=E)
     M, R, e = layout.max_rows, ring_rows(layout), E // n
     sizes = {"n": n, "T": T, "K": K, "E": E, "H": H, "I": I, "M": M, "R": R}
-    V = waves(M // TILE_ROWS, R // TILE_ROWS)
     if backward:
+        R = backward_ring_rows(config, layout, I)
+        V = backward_waves(M // TILE_ROWS, R // TILE_ROWS)
+        X = splits(M // TILE_ROWS, R // TILE_ROWS)
         C = ceil(I, 128)
         columns = C + ceil(I, 256)
         A = ceil(H, 256) * columns
-        W = (M // 256 + 2 * e) * (columns + ceil(H, 256)) + (e + V) * A
-        sizes |= {"P": layout.saved_rows, "C": C, "V": V, "A": A, "W": W}
+        W = (M // 256 + 2 * e) * (columns + ceil(H, 256)) + (e + X) * A
+        sizes |= {"R": R, "P": layout.saved_rows, "C": C, "V": V, "X": X, "A": A, "W": W}
         arena = backward_arena(config, **sizes) if n > 1 else ()
         return Memory(
             "backward pass", sizes, kept(**sizes), arena, backward_workspace(config, **sizes)
@@ -181,7 +190,7 @@ def memory(
     W = M // 256 * (ceil(I, 128) + ceil(H, 256)) + 2 * e * (ceil(I, 256) + ceil(H, 512))
     sizes |= {"S": segments(n * T * K), "W": W}
     if config.composition == "composed":
-        sizes["V"] = V
+        sizes["V"] = waves(M // TILE_ROWS, R // TILE_ROWS)
     arena = forward_arena(config, **sizes) if n > 1 else ()
     return Memory("forward pass", sizes, (), arena, forward_workspace(config, **sizes))
 

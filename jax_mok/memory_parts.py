@@ -102,18 +102,19 @@ def kept(*, n: int, T: int, K: int, E: int, I: int, M: int, P: int, **_: int) ->
 def backward_arena(
     config: MoEConfig, *, n: int, T: int, K: int, H: int, M: int, **_: int
 ) -> tuple[Part, ...]:
-    """What ranks show each other in a backward pass."""
-    rows, letters = _gradient_rows(config, T=T, K=K, M=M)
+    """What ranks show each other under a gradient, in both passes."""
+    pushed = config.combine == config.reverse_dispatch == "push"
+    rows, letters = (T * K, "T·K") if pushed else (M, "M")
     return (
         _part("flags", "16·n", 16 * n),
-        _part("router weights", "4·n·T·K", 4 * n * T * K),
+        _part("routes, then router weights", "4·n·T·K", 4 * n * T * K),
         _part("x", "2·T·H", 2 * T * H)
         if config.dispatch == "pull"
         else _part("received tokens", "2·n·T·H", 2 * n * T * H),
         _part("dy", "2·T·H", 2 * T * H)
         if config.reverse_combine == "pull"
         else _part("received dy", "2·n·T·H", 2 * n * T * H),
-        _part("rows of dx", f"2·{letters}·H", 2 * rows * H),
+        _part("output rows, then rows of dx", f"2·{letters}·H", 2 * rows * H),
         _part("gradients of router weights", f"4·{letters}", 4 * rows),
     )
 
@@ -150,8 +151,8 @@ def backward_workspace(
     ]
     if min(R, M) > P:  # else the gradients replace the pre-activations that are kept
         parts.append(_part("gradient ring", "4·R·I", 4 * R * I))
-    if V > 1:
-        parts.append(_part("partial sums of two waves", "524288·A", 2**19 * A))
+    if V > 1 and R + ceil(2**17 * A, 256 * I) * TILE_ROWS > P:  # else in what is kept
+        parts.append(_part("lower halves of partial sums", "131072·A", 2**17 * A))
     if n > 1:
         parts.append(_part("router weights", "4·n·T·K", 4 * n * T * K))
     else:
@@ -196,11 +197,24 @@ def segments(choices: int) -> int:
 
 
 def waves(tiles: int, ring_tiles: int) -> int:
-    """`wave_shape` in `cuda/sm90/work.h`: a step's last group of tiles may reach beyond it."""
-    if tiles <= ring_tiles:
-        return 1
+    """The most of the forward pass; `wave_shape` in `cuda/sm90/work.h`."""
+    return 1 if tiles <= ring_tiles else ceil(tiles, _step_tiles(ring_tiles))
+
+
+def backward_waves(tiles: int, ring_tiles: int) -> int:
+    """Likewise of the backward pass; `max_waves` in `cuda/sm90/backward_work.h`."""
+    return 1 if tiles <= ring_tiles else 2 * (tiles // (_step_tiles(ring_tiles) + 1)) + 1
+
+
+def splits(tiles: int, ring_tiles: int) -> int:
+    """The most ends of waves that split an expert; `max_splits` there."""
+    return 0 if tiles <= ring_tiles else tiles // _step_tiles(ring_tiles)
+
+
+def _step_tiles(ring_tiles: int) -> int:
+    """Of a step, whose last group of tiles may reach beyond it."""
     group = next((g for g in (48, 40, 36, 28, 24, 16, 12) if 2 * g <= ring_tiles), 4)
-    return ceil(tiles, ring_tiles - group + 1)
+    return ring_tiles - group + 1
 
 
 def ceil(value: int, divisor: int) -> int:

@@ -120,6 +120,24 @@ def test_a_pullback_can_be_applied_again():
                 harness.assert_same_bits(Outputs(*map(np.asarray, got)), want)
 
 
+@pytest.mark.parametrize("composition", ["auto", "composed"])
+@pytest.mark.parametrize("masters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("saved_rows", [0, 256, 2048])
+@pytest.mark.parametrize("routing", ["one_expert", "zipf"])
+def test_experts_larger_than_the_ring_get_the_same_gradients(
+    routing, saved_rows, masters, composition
+):
+    """Of 2048 saved rows some make room for partial sums, of fewer none."""
+    inputs = draw(routing, tokens=1000, hidden=320, inner=192)
+    inputs = inputs._replace(
+        **{name: getattr(inputs, name).astype(masters) for name in ("w_gate", "w_up", "w_down")}
+    )
+    want = run(inputs, 1)
+    config = MoEConfig(ring_rows=256, chunk_rows=64, saved_rows=saved_rows, composition=composition)
+    for ranks in rank_counts():
+        harness.assert_same_bits(run(inputs, ranks, config), want)
+
+
 def test_a_weight_gradient_over_many_waves_is_as_close_as_over_one():
     inputs = draw("one_expert", tokens=4000, hidden=64, inner=64, choices=2)
     config = MoEConfig(ring_rows=256, chunk_rows=64)

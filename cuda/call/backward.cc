@@ -34,7 +34,7 @@ struct Workspace {
   uint16_t* gradient_ring;  // [ring_rows, 2, inner]; only if it does not replace what is saved
   uint16_t* hidden_ring;    // [ring_rows, inner]
   float* dot_parts;         // [ring_rows, blocks of 128 of inner]
-  float4* dw_parts;         // only if there may be several waves
+  uint4* lower_halves;      // of partial sums; only if there may be any, and not in what is saved
   uint16_t* received_x;     // [ranks, tokens, hidden]; only if the kernel pulls them
   uint16_t* received_dy;    // likewise
   float* weights;           // [ranks, tokens, top_k]; only with peers
@@ -62,6 +62,40 @@ struct Workspace {
   int64_t bytes;
 };
 
+// The lower halves of the partial sums of one expert's gradients.
+int64_t halves_bytes(const BackwardShape& shape) {
+  return int64_t{shape.items_of_expert()} * kCluster * kBlockRows * kBlockColumns * 2;
+}
+
+// Tiles of pre-activations that take as many bytes.
+int64_t halves_tiles(const BackwardSizes& sizes, const BackwardShape& shape) {
+  const int64_t tile_bytes = 2 * kTileRows * sizes.inner * kBytesPerElement;
+  return (halves_bytes(shape) + tile_bytes - 1) / tile_bytes;
+}
+
+// Whether they replace, if an expert is split, the last pre-activations that are saved: beyond the
+// ring, where gradients replace those saved.
+bool halves_replace_saved(const BackwardSizes& sizes, const BackwardShape& shape) {
+  return sizes.replaces_saved() &&
+         (sizes.saved_rows - sizes.ring_rows) / kTileRows >= halves_tiles(sizes, shape);
+}
+
+SavedTiles saved_tiles(const BackwardSizes& sizes, const BackwardShape& shape) {
+  const auto tiles = static_cast<int32_t>(sizes.saved_rows / kTileRows);
+  const int64_t halves =
+      halves_replace_saved(sizes, shape) ? halves_tiles(sizes, shape) : int64_t{0};
+  return {tiles, static_cast<int32_t>(tiles - halves)};
+}
+
+// Where they lie.
+uint4* lower_halves(const BackwardCall& call, const Workspace& space, const BackwardShape& shape) {
+  if (!halves_replace_saved(call.sizes, shape)) {
+    return space.lower_halves;
+  }
+  const int64_t before = saved_tiles(call.sizes, shape).beside_parts;
+  return reinterpret_cast<uint4*>(call.saved + before * 2 * kTileRows * call.sizes.inner);
+}
+
 Workspace lay_out(const BackwardSizes& sizes, char* base) {
   const PlanShape& plan = sizes.plan;
   const BackwardShape shape = shape_of(sizes);
@@ -82,12 +116,9 @@ Workspace lay_out(const BackwardSizes& sizes, char* base) {
       sizes.replaces_saved() ? nullptr : parts.take<uint16_t>(2 * sizes.ring_rows * sizes.inner);
   space.hidden_ring = parts.take<uint16_t>(sizes.ring_rows * sizes.inner);
   space.dot_parts = parts.take<float>(sizes.ring_rows * shape.replay_columns);
-  // Of one expert, the one astride two waves, and of the next such one.
-  constexpr int64_t kVectorsOfBlock = kBlockRows * kBlockColumns / 4;
-  space.dw_parts =
-      waves > 1
-          ? parts.take<float4>(int64_t{2} * shape.items_of_expert() * kCluster * kVectorsOfBlock)
-          : nullptr;
+  space.lower_halves = waves > 1 && !halves_replace_saved(sizes, shape)
+                           ? reinterpret_cast<uint4*>(parts.take<char>(halves_bytes(shape)))
+                           : nullptr;
   const auto rows_if = [&](bool needed, int64_t rows) {
     return needed ? parts.take<uint16_t>(rows * sizes.hidden) : nullptr;
   };
@@ -191,17 +222,6 @@ void launch_waves(const BackwardCall& call, const Workspace& space, const Backwa
 
 }  // namespace
 
-ArenaLayout backward_arena(const BackwardSizes& sizes) {
-  return {.ranks = sizes.plan.ranks,
-          .choices = sizes.plan.choices(),
-          .tokens = sizes.plan.tokens,
-          .width = sizes.hidden,
-          .x_is_pushed = sizes.directions.dispatch_push,
-          .rows = sizes.dx_rows(),
-          .is_backward = true,
-          .dy_is_pushed = sizes.directions.reverse_combine_push};
-}
-
 int64_t backward_workspace_bytes(const BackwardSizes& sizes) {
   return lay_out(sizes, nullptr).bytes;
 }
@@ -210,7 +230,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   const BackwardSizes& sizes = call.sizes;
   const PlanShape& plan = sizes.plan;
   const BackwardShape shape = shape_of(sizes);
-  const ArenaLayout layout = backward_arena(sizes);
+  const ArenaLayout layout = sizes.arena_layout();
   const Arena* arena = nullptr;
   if (std::string problem = find_peers(call.communicator, layout, &arena); !problem.empty()) {
     return problem;
@@ -252,7 +272,6 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.pulls_dy = sizes.pulls_dy();
   params.weights = arena == nullptr ? call.weights : space.weights;
   params.saved = call.saved;
-  params.saved_tiles = static_cast<int32_t>(sizes.saved_rows / kTileRows);
   params.gradient_ring = gradient_ring(call, space);
   if (space.dx_ring != nullptr) {
     params.outputs = {space.dx_ring, static_cast<int32_t>(sizes.ring_rows)};
@@ -285,7 +304,10 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   params.fault = space.kernel_failed;
   params.skip = space.link_failed;
   params.dot_parts = space.dot_parts;
-  params.dw_parts = space.dw_parts;
+  params.d_gate_data = call.d_gate;
+  params.d_up_data = call.d_up;
+  params.d_down_data = call.d_down;
+  params.lower_halves = lower_halves(call, space, shape);
   params.dw_is_f32 = call.dw_is_f32 ? 1 : 0;
   params.hidden = static_cast<int32_t>(sizes.hidden);
   params.inner = static_cast<int32_t>(sizes.inner);
@@ -318,13 +340,13 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
            cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                            sizeof(float) * plan.ranks * choices, cudaMemcpyDeviceToDevice, stream));
   }
-  launch("work list",
-         list_backward(plan, shape, rank, params.saved_tiles, call.expert_tile, call.row_source,
-                       {.x = {call.x, received_x, space.x_ring},
-                        .dy = {call.dy, received_dy, space.dy_ring},
-                        .zeros = space.zeros,
-                        .width = sizes.hidden},
-                       space.list, space.link_failed, stream));
+  launch("work list", list_backward(plan, shape, rank, saved_tiles(sizes, shape), call.expert_tile,
+                                    call.row_source,
+                                    {.x = {call.x, received_x, space.x_ring},
+                                     .dy = {call.dy, received_dy, space.dy_ring},
+                                     .zeros = space.zeros,
+                                     .width = sizes.hidden},
+                                    space.list, space.link_failed, stream));
   if (sizes.composed) {
     launch_waves(call, space, params, {received_x, received_dy}, device.backward_clusters, stream,
                  launch);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "call/arenas.h"
 #include "call/export.h"
 #include "call/memory.h"
 #include "core/directions.h"
@@ -18,13 +19,14 @@ namespace mok {
 
 struct BackwardSizes {
   PlanShape plan;
-  BackwardDirections directions;
+  Directions directions;
   bool composed;
   int64_t ring_rows;
   int64_t saved_rows;
   int64_t hidden;
   int64_t inner;
 
+  ArenaLayout arena_layout() const { return gradient_arena(plan, directions, hidden); }
   bool has_peers() const { return plan.ranks > 1; }
   // Whether the kernel pulls them. (The composed pass pulls row by row.)
   bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
@@ -44,7 +46,7 @@ struct BackwardCall {
   BackwardSizes sizes;
   float clamp;  // infinity for none
   uint64_t timeout_ns;
-  void* communicator;  // that of `prepare_peers`, for `backward_arena`; null without peers
+  void* communicator;  // that of `prepare_peers`, for `arena_layout`; null without peers
 
   // bf16 where nothing else is said.
   const uint16_t* x;     // [tokens, hidden]
@@ -67,8 +69,6 @@ struct BackwardCall {
   bool dw_is_f32;
   Memory workspace;  // of `backward_workspace_bytes`
 };
-
-MOK_EXPORT ArenaLayout backward_arena(const BackwardSizes& sizes);
 
 MOK_EXPORT int64_t backward_workspace_bytes(const BackwardSizes& sizes);
 

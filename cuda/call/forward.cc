@@ -34,7 +34,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   if (shape.plan.tile_rows != kTileRows) {
     return "the kernels' tiles have " + std::to_string(kTileRows) + " rows";
   }
-  const ArenaLayout layout = arena_layout(shape);
+  const ArenaLayout layout = shape.arena_layout();
   const Arena* arena = nullptr;
   if (std::string problem = find_peers(call.communicator, layout, &arena); !problem.empty()) {
     return problem;

@@ -4,7 +4,7 @@
 
 namespace mok::sm90 {
 
-ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bool composed,
+ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directions, bool composed,
                                 bool keeps_plan, int64_t ring_rows, int64_t hidden, int64_t inner) {
   constexpr int kGroupUnits = 8;
   constexpr int kStepTiles = 16384 / kTileRows;
@@ -26,16 +26,6 @@ ForwardShape make_forward_shape(const PlanShape& plan, Directions directions, bo
 
 int32_t ForwardShape::waves() const {
   return composed ? ceil_div(static_cast<int32_t>(plan.max_tiles()), work.step_tiles) : 0;
-}
-
-ArenaLayout arena_layout(const ForwardShape& shape) {
-  const PlanShape& plan = shape.plan;
-  return {.ranks = plan.ranks,
-          .choices = plan.choices(),
-          .tokens = plan.tokens,
-          .width = shape.hidden,
-          .x_is_pushed = shape.directions.dispatch_push,
-          .rows = shape.directions.combine_push ? plan.choices() : plan.max_rows()};
 }
 
 Workspace lay_out(const ForwardShape& shape, char* base) {

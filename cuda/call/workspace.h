@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
+#include "call/arenas.h"
 #include "call/export.h"
 #include "core/directions.h"
 #include "core/plan.h"
-#include "link/arena_layout.h"
 #include "sm90/forward.h"
 #include "sm90/plan.h"
 #include "sm90/work_list.h"
@@ -23,6 +23,10 @@ struct ForwardShape {
   int64_t hidden;
   int64_t inner;
 
+  ArenaLayout arena_layout() const {
+    return keeps_plan ? gradient_arena(plan, directions, hidden)
+                      : forward_arena(plan, directions, hidden);
+  }
   bool has_peers() const { return plan.ranks > 1; }
   // Whether the forward kernel pulls.
   bool pulls_tokens() const { return has_peers() && !directions.dispatch_push && !composed; }
@@ -60,12 +64,9 @@ struct Workspace {
 };
 
 // Sizes with the cluster, group and step sizes that measured best.
-MOK_EXPORT ForwardShape make_forward_shape(const PlanShape& plan, Directions directions,
+MOK_EXPORT ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directions,
                                            bool composed, bool keeps_plan, int64_t ring_rows,
                                            int64_t hidden, int64_t inner);
-
-// Of the arena, if there are peers.
-MOK_EXPORT ArenaLayout arena_layout(const ForwardShape& shape);
 
 // Lays the parts out from `base`; with a null base only `bytes` means anything.
 MOK_EXPORT Workspace lay_out(const ForwardShape& shape, char* base);

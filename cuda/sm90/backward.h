@@ -41,7 +41,6 @@ struct BackwardParams {
   int32_t pulls_dy;
   const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
   const Bits16* saved;   // pre-activations as ForwardParams::saved
-  int32_t saved_tiles;
   Bits16*
       gradient_ring;  // [ring tiles][inner / 64][d_gate, d_up][64][64]; before, what is replayed
 
@@ -73,9 +72,14 @@ struct BackwardParams {
   int32_t* fault;           // set to 1 when a wait has expired
   const int32_t* skip;      // nothing is done, above all nothing pushed, if it is set
 
-  float* dot_parts;   // [ring rows][inner / 128] parts of the router weights' gradients
-  float4* dw_parts;   // two halves, each of the expert astride two waves
-  int32_t dw_is_f32;  // of the three gradients; else bf16
+  float* dot_parts;  // [ring rows][inner / 128] parts of the router weights' gradients
+  // The weights' gradients again, where partial sums of an expert astride waves lie meanwhile; of
+  // bf16 only the upper halves, the lower ones apart.
+  void* d_gate_data;  // [experts, hidden, inner]
+  void* d_up_data;
+  void* d_down_data;  // [experts, inner, hidden]
+  uint4* lower_halves;
+  int32_t dw_is_f32;
 
   int32_t hidden;
   int32_t inner;

@@ -12,7 +12,7 @@ struct ListCall {
   PlanShape plan;
   BackwardShape shape;
   int32_t rank;
-  int32_t saved_tiles;
+  SavedTiles saved;
   const int32_t* expert_tile;
   const int32_t* row_source;
   BackwardTokens tokens;
@@ -21,7 +21,7 @@ struct ListCall {
 
   __device__ bool has_plan() const { return expert_tile[0] != kNoPlan; }
   __device__ BackwardTable table(const Start* starts) const {
-    return {shape, {shape.work, starts, plan.local_experts()}, saved_tiles};
+    return {shape, {shape.work, starts, plan.local_experts()}};
   }
   // Of a row whose token a peer has; -1 otherwise.
   __device__ int32_t remote_token(int64_t row) const {
@@ -47,15 +47,19 @@ struct ListCall {
 
 __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
   const Start end = table.units.starts[table.units.experts];
-  const int32_t count = table.wave_count();
-  int32_t first_item = 0;
-  for (int32_t w = 0; w < count; ++w) {
-    const BackwardWave wave = table.wave(w, count, first_item);
-    const BackwardRanges ranges = table.ranges_of(wave, table.units.before_step(w + 1));
-    call.list.waves[w] = wave;
-    call.list.ranges[w] = ranges;
+  const int32_t saved = table.splits_experts() ? call.saved.beside_parts : call.saved.tiles;
+  int32_t first_item = 0, count = 0;
+  Units before{};
+  do {
+    const Units after = table.end_of_wave(before);
+    const BackwardWave wave = table.wave(before, after, saved, first_item);
+    const BackwardRanges ranges = table.ranges_of(wave, after);
+    call.list.waves[count] = wave;
+    call.list.ranges[count] = ranges;
     first_item = ranges.weights.end;
-  }
+    before = after;
+    ++count;
+  } while (!table.is_end(before));
   call.list.waves[count] = {end.units, end.tile, first_item, 0, table.units.experts, 0};
   *call.list.all_items = {0, first_item};
   *call.list.wave_count = count;
@@ -142,8 +146,7 @@ __global__ void __launch_bounds__(kThreads) place_items_kernel(const ListCall ca
 }  // namespace
 
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape) {
-  const int64_t waves = ceil_div(static_cast<int32_t>(plan.max_tiles()), shape.work.step_tiles);
-  return waves > 1 ? waves : 1;
+  return max_waves(plan.max_tiles(), shape);
 }
 
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {
@@ -151,17 +154,16 @@ int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {
   const int64_t columns =
       int64_t{shape.replay_columns} + shape.hidden_columns + shape.input_columns;
   const int64_t units = plan.max_tiles() / shape.work.unit_tiles() + 2 * plan.local_experts();
-  // An expert's gradients are items of one wave more than it crosses boundaries of.
-  const int64_t expert_waves = plan.local_experts() + max_backward_waves(plan, shape);
+  // An expert's gradients are items of one wave, and of one more each time that it is split.
+  const int64_t expert_waves = plan.local_experts() + max_splits(plan.max_tiles(), shape);
   return units * columns + expert_waves * shape.items_of_expert();
 }
 
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
-                          int32_t saved_tiles, const int32_t* expert_tile,
+                          const SavedTiles& saved, const int32_t* expert_tile,
                           const int32_t* row_source, const BackwardTokens& tokens,
                           const BackwardList& list, int32_t* failed, cudaStream_t stream) {
-  const ListCall call{plan,       shape,  rank, saved_tiles, expert_tile,
-                      row_source, tokens, list, failed};
+  const ListCall call{plan, shape, rank, saved, expert_tile, row_source, tokens, list, failed};
   const size_t bytes = sizeof(Start) * (plan.local_experts() + 1);
   find_waves_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);
   place_items_kernel<<<kBlocks, kThreads, bytes, stream>>>(call);

@@ -21,7 +21,7 @@ struct BackwardList {
   const uint16_t** dy_rows;
   int32_t* first_row;  // [ranks * tokens], large before: the row that first needs a token; null if
                        // nobody pulls
-  uint64_t* to_pull;  // [tiles], zero before; null if nobody pulls
+  uint64_t* to_pull;   // [tiles], zero before; null if nobody pulls
 };
 
 int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
@@ -41,9 +41,15 @@ struct BackwardTokens {
   int64_t width;
 };
 
+// Tiles whose pre-activations have been saved.
+struct SavedTiles {
+  int32_t tiles;
+  int32_t beside_parts;  // those that partial sums leave, if an expert is split among waves
+};
+
 // Sets *failed, and lists nothing, if the forward call has left no plan.
 cudaError_t list_backward(const PlanShape& plan, const BackwardShape& shape, int32_t rank,
-                          int32_t saved_tiles, const int32_t* expert_tile,
+                          const SavedTiles& saved, const int32_t* expert_tile,
                           const int32_t* row_source, const BackwardTokens& tokens,
                           const BackwardList& list, int32_t* failed, cudaStream_t stream);
 

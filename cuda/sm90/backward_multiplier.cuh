@@ -3,6 +3,7 @@
 #include "sm90/backward.h"
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/multiplier.cuh"
+#include "sm90/partial_sums.cuh"
 #include "sm90/weight_gradients.cuh"
 
 // What the backward kernel does with its products: gradients and weighted hidden rows for the
@@ -257,33 +258,19 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
     const bool is_down = product == BackwardProduct::kDownWeights;
     const bool is_first = begin_tile == params_.expert_tile[item.expert];
     const bool is_last = end_tile == params_.expert_tile[item.expert + 1];
-    const int columns = params_.shape.replay_columns + params_.shape.down_columns;
-    const int column = item.column_block + (is_down ? params_.shape.replay_columns : 0);
-    // Waves write the partial sums of the expert astride their end and read those of the one
-    // astride their begin by turns in two halves: in a wave both may be under way at once.
-    constexpr int kVectorsOfThread = kAccumulators / 4;
-    constexpr int kThreadsOfBlock = kConsumerWarps * kWarp;
-    const int64_t half =
-        int64_t{params_.shape.items_of_expert()} * kCluster * kVectorsOfThread * kThreadsOfBlock;
-    const int64_t place = ((int64_t{item.first_tile} * columns + column) * kCluster + block_) *
-                              kVectorsOfThread * kThreadsOfBlock +
-                          half_ * kWarpgroup + warp_ * kWarp + lane_;
-    const int written = wave_of(item) % 2;
+    const WeightPlace place{is_down, item.expert,
+                            (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows,
+                            item.column_block * (is_down ? kBlockColumns : kBlockColumns / 2)};
     if (is_first) {
 #pragma unroll
       for (float& value : accumulators) {
         value = 0.0f;
       }
+    } else if (params_.dw_is_f32) {
+      read_partial_sums<float>(params_, place, nullptr, 0, accumulators);
     } else {
-#pragma unroll
-      for (int i = 0; i < kVectorsOfThread; ++i) {
-        const float4 part =
-            __ldcg(params_.dw_parts + (1 - written) * half + place + i * kThreadsOfBlock);
-        accumulators[4 * i] = part.x;
-        accumulators[4 * i + 1] = part.y;
-        accumulators[4 * i + 2] = part.z;
-        accumulators[4 * i + 3] = part.w;
-      }
+      read_partial_sums<Element>(params_, place, lower_halves(item, is_down), kThreadsOfBlock,
+                                 accumulators);
     }
     if (begin_tile < end_tile) {
       await(shared_.full[cursor_.index], cursor_.parity);
@@ -291,24 +278,28 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
                                                           end_tile - begin_tile, half_, 0,
                                                           accumulators, [&] { announce(); });
     }
-    if (!is_last) {
-#pragma unroll
-      for (int i = 0; i < kVectorsOfThread; ++i) {
-        __stcg(params_.dw_parts + written * half + place + i * kThreadsOfBlock,
-               {accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2],
-                accumulators[4 * i + 3]});
-      }
-      return;
-    }
-    const WeightPlace to{is_down, item.expert,
-                         (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows,
-                         item.column_block * (is_down ? kBlockColumns : kBlockColumns / 2)};
     char* const buffers = reinterpret_cast<char*>(shared_.staging[half_ * kWarpgroupWarps][0]);
     if (params_.dw_is_f32) {
-      store_weights<float>(params_, to, half_, buffers, accumulators);
+      if (is_last) {
+        store_weights<float>(params_, place, half_, buffers, accumulators);
+      } else {
+        keep_partial_sums<float>(params_, place, nullptr, 0, accumulators);
+      }
+    } else if (is_last) {
+      store_weights<Element>(params_, place, half_, buffers, accumulators);
     } else {
-      store_weights<Element>(params_, to, half_, buffers, accumulators);
+      keep_partial_sums<Element>(params_, place, lower_halves(item, is_down), kThreadsOfBlock,
+                                 accumulators);
     }
+  }
+
+  // Where this thread's lower halves of an item's partial sums begin. One expert at a time has any.
+  __device__ uint4* lower_halves(const WorkItem& item, bool is_down) const {
+    const int columns = params_.shape.replay_columns + params_.shape.down_columns;
+    const int column = item.column_block + (is_down ? params_.shape.replay_columns : 0);
+    const int64_t block = (int64_t{item.first_tile} * columns + column) * kCluster + block_;
+    return params_.lower_halves + block * kVectorsOfThread * kThreadsOfBlock + half_ * kWarpgroup +
+           warp_ * kWarp + lane_;
   }
 
   // This warp has read of the rings what the item needs, and written its partial sums.
@@ -318,6 +309,8 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       add_release(params_.wave_done + wave, 1);
     }
   }
+
+  static constexpr int kThreadsOfBlock = kConsumerWarps * kWarp;
 
   const int blocks_;  // of 64 columns of I
 };

@@ -56,6 +56,8 @@ struct BackwardShape {
   MOK_HOST_DEVICE int32_t items_of_expert() const {
     return weight_pairs * (replay_columns + down_columns);
   }
+  // Tiles that a wave has room for.
+  MOK_HOST_DEVICE int32_t wave_tiles() const { return work.step_tiles + work.group_tiles() - 1; }
 };
 
 inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles,
@@ -68,28 +70,71 @@ inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t
           .down_columns = ceil_div(inner, kBlockColumns)};
 }
 
+// The most waves of so many tiles: two that follow each other have more tiles than a split expert
+// has of a wave at least.
+inline int64_t max_waves(int64_t tiles, const BackwardShape& shape) {
+  return 2 * (tiles / (int64_t{shape.work.step_tiles} + 1)) + 1;
+}
+
+// The most ends of waves that split an expert.
+inline int64_t max_splits(int64_t tiles, const BackwardShape& shape) {
+  return tiles / shape.work.step_tiles;
+}
+
 // Where the waves begin and what they hold.
 struct BackwardTable {
   const BackwardShape& shape;
   UnitTable units;
-  int32_t saved_tiles;
 
   MOK_HOST_DEVICE int32_t first_tile_of(int32_t expert) const { return units.starts[expert].tile; }
 
-  // The step of the tile's group; of what comes after the last tile, the last wave.
-  MOK_HOST_DEVICE int32_t wave_count() const {
-    const int32_t tiles = first_tile_of(units.experts);
-    const Units all = units.starts[units.experts].units;
-    int32_t waves = tiles / shape.work.step_tiles + 1;
-    while (waves > 1 && units.before_step(waves - 1).count() == all.count()) {
-      --waves;
+  MOK_HOST_DEVICE bool is_end(Units before) const {
+    return before.count() == units.starts[units.experts].units.count();
+  }
+
+  // Whether an expert has more rows than a wave.
+  MOK_HOST_DEVICE bool splits_experts() const {
+    for (int32_t e = 0; e < units.experts; ++e) {
+      if (first_tile_of(e + 1) - first_tile_of(e) > shape.wave_tiles()) {
+        return true;
+      }
     }
-    return waves;
+    return false;
+  }
+
+  // The units before the wave that follows the one after `before`. A wave has whole experts, as
+  // many as there is room for: their gradients are then done. An expert that no wave has room for
+  // begins a wave, and takes as many as it needs; so no two experts are astride the end of waves at
+  // a time.
+  MOK_HOST_DEVICE Units end_of_wave(Units before) const {
+    const Start all = units.starts[units.experts];
+    if (is_end(before)) {
+      return before;
+    }
+    const int32_t first = units.expert_of_unit(before.count());
+    const int32_t begin = tile_after(before);
+    const int32_t end = begin + shape.wave_tiles();
+    if (all.tile <= end) {
+      return all.units;
+    }
+    // The first expert that does not end within the room.
+    const int32_t next =
+        last_that(units.experts, [&](int32_t e) { return first_tile_of(e) <= end; });
+    const Start start = units.starts[next];
+    if (next > first) {
+      return start.units;
+    }
+    const Units own = units.units_of_expert(next);
+    const Groups groups = groups_of(shape.work, own.count());
+    const int32_t group = last_that(groups.count, [&](int32_t g) {
+      return start.tile + tiles_of(shape.work, first_units(own, groups.begin(g))) <= end;
+    });
+    return start.units + first_units(own, groups.begin(group));
   }
 
   // The tile at which the units after `before` begin.
   MOK_HOST_DEVICE int32_t tile_after(Units before) const {
-    if (before.count() == units.starts[units.experts].units.count()) {
+    if (is_end(before)) {
       return first_tile_of(units.experts);
     }
     const int32_t expert = units.expert_of_unit(before.count());
@@ -97,21 +142,20 @@ struct BackwardTable {
     return start.tile + tiles_of(shape.work, before - start.units);
   }
 
-  // A wave and where the next one begins. An expert without rows belongs to one wave, so that its
+  // The wave of the units between. An expert without rows belongs to one wave, so that its
   // gradients are written.
-  MOK_HOST_DEVICE BackwardWave wave(int32_t index, int32_t count, int32_t first_item) const {
-    const Units before = units.before_step(index);
+  MOK_HOST_DEVICE BackwardWave wave(Units before, Units after, int32_t saved_tiles,
+                                    int32_t first_item) const {
     const int32_t begin = tile_after(before);
-    const int32_t end = tile_after(units.before_step(index + 1));
+    const int32_t end = tile_after(after);
     // The first expert that begins within the wave, or the one astride its begin.
     const int32_t within = begin == 0 ? 0 : 1 + last_that(units.experts, [&](int32_t e) {
                                               return first_tile_of(e) < begin;
                                             });
     const int32_t first_expert = within > 0 && first_tile_of(within) > begin ? within - 1 : within;
     const int32_t last_expert =
-        index == count - 1
-            ? units.experts - 1
-            : last_that(units.experts, [&](int32_t e) { return first_tile_of(e) < end; });
+        is_end(after) ? units.experts - 1
+                      : last_that(units.experts, [&](int32_t e) { return first_tile_of(e) < end; });
     return {before,       begin,
             first_item,   end > saved_tiles && end > begin ? 1 : 0,
             first_expert, last_expert - first_expert + 1};

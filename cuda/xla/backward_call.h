@@ -27,6 +27,7 @@ struct BackwardAttributes {
   int64_t ring_rows;
   int64_t saved_rows;
   bool dispatch_push;
+  bool combine_push;
   bool reverse_combine_push;
   bool reverse_dispatch_push;
   bool composed;
@@ -38,14 +39,14 @@ struct BackwardAttributes {
   uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
   BackwardSizes sizes() const {
     return {{ranks, tokens, top_k, experts, tile_rows, chunk_rows},
-            {dispatch_push, reverse_combine_push, reverse_dispatch_push},
+            {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push},
             composed,
             ring_rows,
             saved_rows,
             hidden,
             inner};
   }
-  ArenaLayout arena_layout() const { return backward_arena(sizes()); }
+  ArenaLayout arena_layout() const { return sizes().arena_layout(); }
 };
 
 // `saved` are pre-activations of some tiles and a spare one, which only the CPU's layer writes; the
@@ -127,6 +128,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("inner"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<int64_t>("ring_rows"),
     xla::ffi::StructMember<int64_t>("saved_rows"), xla::ffi::StructMember<bool>("dispatch_push"),
+    xla::ffi::StructMember<bool>("combine_push"),
     xla::ffi::StructMember<bool>("reverse_combine_push"),
     xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
     xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),

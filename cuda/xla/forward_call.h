@@ -28,6 +28,8 @@ struct ForwardAttributes {
   int64_t ring_rows;
   bool dispatch_push;
   bool combine_push;
+  bool reverse_combine_push;
+  bool reverse_dispatch_push;
   bool composed;
   bool keeps_plan;
   float clamp;
@@ -37,11 +39,12 @@ struct ForwardAttributes {
   RankGroups rank_groups() const { return {ranks, groups}; }
   uint64_t timeout_ns() const { return static_cast<uint64_t>(timeout_s * 1e9); }
   sm90::ForwardShape shape() const {
-    return sm90::make_forward_shape({ranks, tokens, top_k, experts, tile_rows, chunk_rows},
-                                    {dispatch_push, combine_push}, composed, keeps_plan, ring_rows,
-                                    hidden, inner);
+    return sm90::make_forward_shape(
+        {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
+        {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push}, composed,
+        keeps_plan, ring_rows, hidden, inner);
   }
-  ArenaLayout arena_layout() const { return sm90::arena_layout(shape()); }
+  ArenaLayout arena_layout() const { return shape().arena_layout(); }
 };
 
 using Bf16Buffer = xla::ffi::Buffer<xla::ffi::BF16>;
@@ -109,6 +112,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("inner"), xla::ffi::StructMember<int32_t>("tile_rows"),
     xla::ffi::StructMember<int64_t>("chunk_rows"), xla::ffi::StructMember<int64_t>("ring_rows"),
     xla::ffi::StructMember<bool>("dispatch_push"), xla::ffi::StructMember<bool>("combine_push"),
-    xla::ffi::StructMember<bool>("composed"), xla::ffi::StructMember<bool>("keeps_plan"),
-    xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),
+    xla::ffi::StructMember<bool>("reverse_combine_push"),
+    xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
+    xla::ffi::StructMember<bool>("keeps_plan"), xla::ffi::StructMember<float>("clamp"),
+    xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

@@ -38,19 +38,22 @@ void def_of_shape(nb::module_& module, const char* name, Function function) {
       name,
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                  int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
-                 bool dispatch_push, bool combine_push, bool composed, bool keeps_plan) {
+                 bool dispatch_push, bool combine_push, bool reverse_combine_push,
+                 bool reverse_dispatch_push, bool composed, bool keeps_plan) {
         return function(sm90::make_forward_shape(
-            {ranks, tokens, top_k, experts, tile_rows, chunk_rows}, {dispatch_push, combine_push},
-            composed, keeps_plan, ring_rows, hidden, inner));
+            {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
+            {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push}, composed,
+            keeps_plan, ring_rows, hidden, inner));
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
       nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
-      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("composed"),
+      nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"),
+      nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"),
       nb::arg("keeps_plan"));
 }
 
 int64_t arena_bytes(const sm90::ForwardShape& shape) {
-  return shape.has_peers() ? sm90::arena_layout(shape).bytes() : 0;
+  return shape.has_peers() ? shape.arena_layout().bytes() : 0;
 }
 
 int64_t workspace_bytes(const sm90::ForwardShape& shape) {
@@ -64,24 +67,25 @@ void def_of_backward(nb::module_& module, const char* name, Function function) {
       name,
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                  int64_t chunk_rows, int64_t ring_rows, int64_t saved_rows, int64_t hidden,
-                 int64_t inner, bool dispatch_push, bool reverse_combine_push,
+                 int64_t inner, bool dispatch_push, bool combine_push, bool reverse_combine_push,
                  bool reverse_dispatch_push, bool composed) {
-        return function(BackwardSizes{{ranks, tokens, top_k, experts, tile_rows, chunk_rows},
-                                      {dispatch_push, reverse_combine_push, reverse_dispatch_push},
-                                      composed,
-                                      ring_rows,
-                                      saved_rows,
-                                      hidden,
-                                      inner});
+        return function(BackwardSizes{
+            {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
+            {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push},
+            composed,
+            ring_rows,
+            saved_rows,
+            hidden,
+            inner});
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
       nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("saved_rows"),
-      nb::arg("hidden"), nb::arg("inner"), nb::arg("dispatch_push"),
+      nb::arg("hidden"), nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"),
       nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"));
 }
 
 int64_t backward_arena_bytes(const BackwardSizes& sizes) {
-  return sizes.has_peers() ? backward_arena(sizes).bytes() : 0;
+  return sizes.has_peers() ? sizes.arena_layout().bytes() : 0;
 }
 
 int64_t plan_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,

@@ -32,29 +32,36 @@ int main() {
     const std::vector<Start> starts = starts_of(shape.work, tiles);
     const auto [units, total] = starts.back();
     const int saved = rng() % (total + 10);
-    const BackwardTable table{shape, {shape.work, starts.data(), experts}, saved};
+    const BackwardTable table{shape, {shape.work, starts.data(), experts}};
 
-    const int count = table.wave_count();
-    REQUIRE(count <= std::max(1, ceil_div(most_tiles, shape.work.step_tiles)));
-    REQUIRE(most_tiles > ring || count == 1);
     std::vector<BackwardWave> waves;
     int first_item = 0;
-    for (int w = 0; w < count; ++w) {
-      waves.push_back(table.wave(w, count, first_item));
-      const BackwardRanges ranges = table.ranges_of(waves[w], table.units.before_step(w + 1));
+    Units before{};
+    do {
+      const Units after = table.end_of_wave(before);
+      REQUIRE(after.count() > before.count() || units.count() == 0);
+      waves.push_back(table.wave(before, after, saved, first_item));
+      const BackwardRanges ranges = table.ranges_of(waves.back(), after);
       REQUIRE(ranges.replay.begin == first_item && ranges.replay.end == ranges.hidden.begin);
       REQUIRE(ranges.hidden.end == ranges.input.begin);
       REQUIRE(ranges.input.end == ranges.weights.begin);
-      REQUIRE((ranges.replay.begin < ranges.replay.end) == (waves[w].replays != 0));
+      REQUIRE((ranges.replay.begin < ranges.replay.end) == (waves.back().replays != 0));
       first_item = ranges.weights.end;
-    }
+      before = after;
+    } while (!table.is_end(before));
+    const int count = static_cast<int>(waves.size());
+    REQUIRE(count <= max_waves(most_tiles, shape));
+    REQUIRE(most_tiles > ring || count == 1);
     waves.push_back({units, total, first_item, 0, experts, 0});
     REQUIRE(waves[0].first_tile == 0);
+    int splits = 0;
     for (int w = 0; w < count; ++w) {
       REQUIRE(waves[w + 1].first_tile >= waves[w].first_tile);
       REQUIRE(waves[w + 1].first_tile - waves[w].first_tile <= ring);
       REQUIRE(waves[w].experts >= 0);
+      splits += waves[w].experts;
     }
+    REQUIRE(splits - experts <= max_splits(most_tiles, shape));
 
     std::vector<WorkItem> items(first_item, WorkItem{-1, -1, -1, -1});
     const auto place = [&](int position, const WorkItem& item) {
@@ -108,23 +115,27 @@ int main() {
         }
       }
     }
-    // Partial sums: a wave reads the half that the wave before has written, for the same expert.
-    int held[2] = {-1, -1};
+    // One expert at a time has partial sums, and only one that is larger than a wave.
+    int astride = -1;
+    bool splits_any = false;
     for (int w = 0; w < count; ++w) {
+      const int held = astride;
+      astride = -1;
       for (int e = waves[w].first_expert; e < waves[w].first_expert + waves[w].experts; ++e) {
         const int begin = std::max(starts[e].tile, waves[w].first_tile);
         const int end = std::min(starts[e + 1].tile, waves[w + 1].first_tile);
         REQUIRE(begin <= end);
-        if (begin != starts[e].tile) {
-          REQUIRE(held[1 - w % 2] == e);
-        }
+        REQUIRE((begin != starts[e].tile) == (held == e));
         if (end != starts[e + 1].tile) {
-          REQUIRE(held[w % 2] != e);
-          held[w % 2] = e;
+          REQUIRE(tiles[e] > ring && (held == -1 || held == e));
+          REQUIRE(astride == -1);
+          astride = e;
+          splits_any = true;
         }
       }
-      held[1 - w % 2] = -1;
     }
+    REQUIRE(astride == -1);
+    REQUIRE(splits_any == table.splits_experts());
 
     for (int e = 0; e < experts; ++e) {
       int of_expert = 0;

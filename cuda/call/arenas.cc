@@ -1,0 +1,32 @@
+#include "call/arenas.h"
+
+#include <algorithm>
+
+namespace mok {
+namespace {
+
+// Of this rank's choices, if they are pushed to it; else of all that its experts may have to take.
+int64_t rows_shown(const PlanShape& plan, bool is_push) {
+  return is_push ? plan.choices() : plan.max_rows();
+}
+
+}  // namespace
+
+ArenaLayout forward_arena(const PlanShape& plan, const Directions& directions, int64_t width) {
+  return {.ranks = plan.ranks,
+          .choices = plan.choices(),
+          .tokens = plan.tokens,
+          .width = width,
+          .x_is_pushed = directions.dispatch_push,
+          .rows = rows_shown(plan, directions.combine_push)};
+}
+
+ArenaLayout gradient_arena(const PlanShape& plan, const Directions& directions, int64_t width) {
+  ArenaLayout layout = forward_arena(plan, directions, width);
+  layout.rows = std::max(layout.rows, rows_shown(plan, directions.reverse_dispatch_push));
+  layout.is_backward = true;
+  layout.dy_is_pushed = directions.reverse_combine_push;
+  return layout;
+}
+
+}  // namespace mok
