@@ -24,7 +24,7 @@ ArenaLayout forward_arena(const PlanShape& plan, const Directions& directions, i
 ArenaLayout gradient_arena(const PlanShape& plan, const Directions& directions, int64_t width) {
   ArenaLayout layout = forward_arena(plan, directions, width);
   layout.rows = std::max(layout.rows, rows_shown(plan, directions.reverse_dispatch_push));
-  layout.is_backward = true;
+  layout.has_gradients = true;
   layout.dy_is_pushed = directions.reverse_combine_push;
   return layout;
 }

@@ -12,10 +12,10 @@
 //                                            router weights, pushed by each
 //   x        [tokens, width]         bf16    this rank's tokens, pulled by its peers; or
 //            [ranks, tokens, width]          the peers' tokens, pushed by each (the own are unused)
-//   dy       as x                    bf16    the output's gradient, only in a backward call
+//   dy       as x                    bf16    the output's gradient, only under a gradient
 //   rows     [tokens, top_k, width]  bf16    home slots, pushed by the experts' ranks; or
 //            [most rows, width]              rows of this rank's experts, pulled by the home ranks
-//   numbers  as rows, without width  f32     the router weights' gradients, only in a backward call
+//   numbers  as rows, without width  f32     the router weights' gradients, likewise
 //
 // bytes = 16·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) [+ likewise for dy] +
 //         2·width·rows [+ 4·rows], each part rounded up to 256.
@@ -28,7 +28,7 @@ struct ArenaLayout {
   int64_t width = 0;
   bool x_is_pushed = false;
   int64_t rows = 0;
-  bool is_backward = false;
+  bool has_gradients = false;
   bool dy_is_pushed = false;
 
   bool operator==(const ArenaLayout&) const = default;
@@ -42,11 +42,11 @@ struct ArenaLayout {
   MOK_HOST_DEVICE int64_t x_offset() const { return choices_offset() + align(4 * ranks * choices); }
   MOK_HOST_DEVICE int64_t dy_offset() const { return x_offset() + tokens_bytes(x_is_pushed); }
   MOK_HOST_DEVICE int64_t rows_offset() const {
-    return dy_offset() + (is_backward ? tokens_bytes(dy_is_pushed) : 0);
+    return dy_offset() + (has_gradients ? tokens_bytes(dy_is_pushed) : 0);
   }
   MOK_HOST_DEVICE int64_t numbers_offset() const { return rows_offset() + align(2 * rows * width); }
   MOK_HOST_DEVICE int64_t bytes() const {
-    return numbers_offset() + (is_backward ? align(4 * rows) : 0);
+    return numbers_offset() + (has_gradients ? align(4 * rows) : 0);
   }
 
  private:

@@ -27,7 +27,7 @@ struct Published {
   const int32_t* ids;     // [tokens, top_k] expert ids; or, if they are null,
   const int32_t* owners;  // their ranks, kMaskedChoice for none
   const void* x;          // [tokens, width]
-  const void* dy;         // [tokens, width] of a backward call
+  const void* dy;         // [tokens, width] of a backward call, else null
 };
 
 // The peer to which the k-th of a token's choices sends it: its expert's rank, unless that is the
@@ -95,7 +95,7 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
     }
   };
   show_rows(published.x, layout.x_offset(), layout.x_is_pushed);
-  if (layout.is_backward) {
+  if (published.dy != nullptr) {
     show_rows(published.dy, layout.dy_offset(), layout.dy_is_pushed);
   }
 }
