@@ -37,10 +37,11 @@ find_headers(XLA_COLLECTIVES_INCLUDE_DIR jaxlib "jaxlib==0.11.2"
 # devices, arenas and calls must exist once in a process.
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 add_library(mok_cuda SHARED
-  cuda/call/backward.cc cuda/call/device.cc cuda/call/forward.cc cuda/call/peers.cc cuda/call/plan.cc
-  cuda/call/arenas.cc cuda/call/waves.cc cuda/call/weighted_sum.cc cuda/call/workspace.cc
-  cuda/link/arena.cu cuda/link/exchange.cu
-  cuda/sm90/backward.cu cuda/sm90/backward_list.cu cuda/sm90/backward_moves.cu cuda/sm90/choices.cu cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/move_rows.cu cuda/sm90/plan.cu
+  cuda/call/arenas.cc cuda/call/backward.cc cuda/call/backward_workspace.cc cuda/call/device.cc
+  cuda/call/forward.cc cuda/call/forward_workspace.cc cuda/call/peers.cc cuda/call/plan.cc
+  cuda/call/waves.cc cuda/call/weighted_sum.cc cuda/link/arena.cu cuda/link/exchange.cu
+  cuda/sm90/backward.cu cuda/sm90/backward_list.cu cuda/sm90/backward_moves.cu cuda/sm90/choices.cu
+  cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/move_rows.cu cuda/sm90/plan.cu
   cuda/sm90/tensor_map.cc cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
 target_include_directories(mok_cuda PUBLIC cuda)
 target_include_directories(mok_cuda SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}" "${NCCL_INCLUDE_DIR}")

@@ -77,7 +77,8 @@ class Memory:
       sizes: the values of the formulas' letters.
       kept: from the forward pass to the backward pass, by XLA.
       arena: what ranks show each other, nothing for one rank. Taken outside XLA's pool when the
-        first call of such sizes is run, and kept by the process for all calls of these sizes.
+        first call of such sizes is run, and kept by the process for all calls of these sizes. That
+        of a backward pass is also that of the forward passes under a gradient.
       workspace: XLA's, while a call runs; the calls of a program can share it.
     """
 

@@ -1,7 +1,7 @@
 """The parts of the memory that a call needs, and their formulas.
 
-`cuda/link/arena_layout.h`, `cuda/call/workspace.cc` and `cuda/call/backward.cc` lay the same parts
-out; the letters are those of `jax_mok.memory`.
+`cuda/link/arena_layout.h`, `cuda/call/forward_workspace.cc` and `cuda/call/backward_workspace.cc`
+lay the same parts out; the letters are those of `jax_mok.memory`.
 """
 
 from __future__ import annotations

@@ -2,45 +2,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 
-#include "call/arenas.h"
+#include "call/backward_workspace.h"
 #include "call/export.h"
 #include "call/memory.h"
-#include "core/directions.h"
-#include "core/plan.h"
-#include "link/arena_layout.h"
-#include "sm90/backward_work.h"
 
 // The call of the backward pass: all that is launched for it, in order.
 namespace mok {
-
-struct BackwardSizes {
-  PlanShape plan;
-  Directions directions;
-  bool composed;
-  int64_t ring_rows;
-  int64_t saved_rows;
-  int64_t hidden;
-  int64_t inner;
-
-  ArenaLayout arena_layout() const { return gradient_arena(plan, directions, hidden); }
-  bool has_peers() const { return plan.ranks > 1; }
-  // Whether the kernel pulls them. (The composed pass pulls row by row.)
-  bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
-  bool pulls_dy() const { return has_peers() && !composed && !directions.reverse_combine_push; }
-  // Whether the gradients of pre-activations replace those saved, instead of lying in memory of
-  // their own: of a tile they take the same place in the ring, from which later waves keep away
-  // until it is free.
-  bool replaces_saved() const { return saved_rows >= std::min(ring_rows, plan.max_rows()); }
-  bool pulls() const { return pulls_x() || pulls_dy(); }
-  // Home slots of this rank's choices, or rows that its experts may have to take.
-  int64_t dx_rows() const {
-    return directions.reverse_dispatch_push ? plan.choices() : plan.max_rows();
-  }
-};
 
 struct BackwardCall {
   BackwardSizes sizes;
@@ -67,10 +37,8 @@ struct BackwardCall {
   void* d_up;
   void* d_down;
   bool dw_is_f32;
-  Memory workspace;  // of `backward_workspace_bytes`
+  Memory workspace;  // as large as `lay_out` says
 };
-
-MOK_EXPORT int64_t backward_workspace_bytes(const BackwardSizes& sizes);
 
 // Returns what went wrong, or nothing. The device is prepared.
 MOK_EXPORT std::string launch_backward_call(const BackwardCall& call, int32_t ordinal,

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "call/export.h"
+#include "call/forward_workspace.h"
 #include "call/memory.h"
-#include "call/workspace.h"
 #include "core/plan.h"
 
 // The call of the forward pass: all that is launched for it, in order.

@@ -2,8 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "call/forward_workspace.h"
 #include "call/launches.h"
-#include "call/workspace.h"
 #include "sm90/forward.h"
 
 namespace mok {

@@ -5,8 +5,8 @@
 
 #include "call/backward.h"
 #include "call/device.h"
+#include "call/forward_workspace.h"
 #include "call/plan.h"
-#include "call/workspace.h"
 #include "xla/gpu_handlers.h"
 #include "xla/python.h"
 
@@ -86,6 +86,10 @@ void def_of_backward(nb::module_& module, const char* name, Function function) {
 
 int64_t backward_arena_bytes(const BackwardSizes& sizes) {
   return sizes.has_peers() ? sizes.arena_layout().bytes() : 0;
+}
+
+int64_t backward_workspace_bytes(const BackwardSizes& sizes) {
+  return lay_out(sizes, nullptr).bytes;
 }
 
 int64_t plan_workspace_bytes(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts,

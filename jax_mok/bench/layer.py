@@ -128,21 +128,17 @@ def _memory_bytes(
     analysis = program.memory_analysis()
     assert analysis is not None
     ranks = session.mesh.size
-    passes = (False, True) if session.backward else (False,)
-    arenas = sum(
-        memory(
-            config,
-            ranks=ranks,
-            tokens=shape.tokens,
-            top_k=shape.top_k,
-            experts=shape.experts_of(ranks),
-            hidden=shape.hidden,
-            inner=shape.inner,
-            backward=backward,
-        ).arena_bytes
-        for backward in passes
+    shared = memory(
+        config,
+        ranks=ranks,
+        tokens=shape.tokens,
+        top_k=shape.top_k,
+        experts=shape.experts_of(ranks),
+        hidden=shape.hidden,
+        inner=shape.inner,
+        backward=session.backward,
     )
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes) + arenas
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes) + shared.arena_bytes
 
 
 def _plan_seconds(

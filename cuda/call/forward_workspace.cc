@@ -1,4 +1,4 @@
-#include "call/workspace.h"
+#include "call/forward_workspace.h"
 
 #include "call/parts.h"
 
