@@ -38,7 +38,8 @@ class MoEConfig:
         divides the ring.
       saved_rows: rows on a rank whose pre-activations are kept for the backward pass, a multiple of
         64. Later rows are dispatched and multiplied again there. None: one ring. On GPUs the
-        backward pass works in their memory if they fill the ring, and else needs as much again.
+        backward pass works in their memory if they fill its ring, and else in a ring of its own,
+        4·ring_rows·I bytes.
       dispatch: who moves token rows to the experts: the expert's rank ("pull") or the token's home
         rank ("push"; on GPUs before the experts start, so this time is not hidden behind products).
         In the backward pass tokens move again, the same way. The collective composition has no

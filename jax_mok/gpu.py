@@ -20,7 +20,8 @@ WIDTH_MULTIPLE = 64
 MOST_EXPERTS = (227 * 1024 // 4 - 4) // 19
 """Of all ranks: `cuda/sm90/plan.cu` places choices with 19 · experts + 4 int32 in shared memory."""
 _HIDDEN_BYTES = 2
-_MOST_RING_BYTES = 384 * 2**20
+# A ring of whole DeepSeek-V3 loads; a wave more costs some microseconds.
+_WANTED_RING_BYTES = 384 * 2**20
 _CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
 
 
@@ -93,14 +94,16 @@ def ring_rows(layout: Layout) -> int:
 
 
 def backward_ring_rows(config: MoEConfig, layout: Layout, inner: int) -> int:
-    """Those of the backward pass, whose ring need not hold a load at once: waves follow each other.
+    """Those of the backward pass, whose ring need not hold a load at once.
 
-    The rows of the forward pass's ring in as many equal parts as it takes for one to fit.
+    Wide experts take a part of the forward pass's ring. It has room for any two experts of a
+    balanced load, so that none needs more than a wave even if it has twice its share.
     """
     rows = ring_rows(layout)
-    if config.ring_rows is not None:
+    if config.ring_rows is not None or config.composition == "composed":
         return rows
-    parts = -(-rows * inner * _HIDDEN_BYTES // _MOST_RING_BYTES)
+    parts = -(-rows * inner * _HIDDEN_BYTES // _WANTED_RING_BYTES)
+    parts = min(parts, max(1, layout.local_experts // 2))
     return max(-(-rows // parts // TILE_ROWS) * TILE_ROWS, LEAST_RING_ROWS)
 
 

@@ -12,12 +12,13 @@ With n ranks, T tokens a rank, K choices a token, E experts of all ranks, widths
 and for a backward pass, which has waves always:
 
     P  rows whose pre-activations are kept: `MoEConfig.saved_rows`
-    R  rows of the ring, unless `MoEConfig.ring_rows` says it: those of the forward pass, divided by
-       ⌈2·R·I / 384 MiB⌉
+    R  rows of the ring: if not composed, and `MoEConfig.ring_rows` does not say it, those of the
+       forward pass divided by ⌈2·R·I / 384 MiB⌉, or by
+       max(1, ⌊E/n / 2⌋) if that is less; rounded up to 64, at least 256
     C  blocks of 128 of I: ⌈I/128⌉
     A  items of the weights' gradients of an expert: ⌈H/256⌉·(C + ⌈I/256⌉)
     V  waves: 1 if M ≤ R, else 2·⌊M/64 / (R/64 − g + 2)⌋ + 1
-    X  ends of waves that split an expert: 0 if M ≤ R, else ⌊M/64 / (R/64 − g + 1)⌋
+    X  waves whose end splits an expert: 0 if M ≤ R, else ⌊M/64 / (R/64 − g + 1)⌋
     W  items of work: (⌊M/256⌋ + 2·E/n)·(C + ⌈I/256⌉ + ⌈H/256⌉) + (E/n + X)·A
 
 The parts and their formulas are those of `jax_mok.memory_parts`; every array is rounded up to 256
@@ -63,7 +64,7 @@ _LEGEND = {
     "C": "blocks of 128 of I",
     "A": "items of an expert's gradients",
     "V": "waves",
-    "X": "waves that split an expert",
+    "X": "waves whose end splits an expert",
     "W": "items of work",
 }
 
@@ -139,7 +140,8 @@ def memory(
 
     It is that of the kernels; all that the collective composition needs is XLA's. The forward pass
     is that outside `jax.grad`: under a gradient rows, tiles, experts and choices of the plan are no
-    part of its workspace but results, kept for the backward pass, as is more, see `Memory.kept`.
+    part of its workspace but results, kept for the backward pass, as is more, see `Memory.kept`;
+    and its arena is that of the backward pass.
     The function runs anywhere: neither GPUs nor their kernels are asked.
 
     Args:

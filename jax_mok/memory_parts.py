@@ -202,12 +202,12 @@ def waves(tiles: int, ring_tiles: int) -> int:
 
 
 def backward_waves(tiles: int, ring_tiles: int) -> int:
-    """Likewise of the backward pass; `max_waves` in `cuda/sm90/backward_work.h`."""
+    """Likewise of the backward pass; `max_backward_waves` in `cuda/sm90/backward_work.h`."""
     return 1 if tiles <= ring_tiles else 2 * (tiles // (_step_tiles(ring_tiles) + 1)) + 1
 
 
 def splits(tiles: int, ring_tiles: int) -> int:
-    """The most ends of waves that split an expert; `max_splits` there."""
+    """The most waves whose end splits an expert; `max_splits` there."""
     return 0 if tiles <= ring_tiles else tiles // _step_tiles(ring_tiles)
 
 

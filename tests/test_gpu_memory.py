@@ -79,6 +79,16 @@ BACKWARD_CASES = [
     (jax_mok.MoEConfig(ring_rows=64), SIZES | dict(hidden=7168, top_k=1)),
     (jax_mok.MoEConfig(chunk_rows=192), SIZES | dict(ranks=4, experts=4, inner=14336)),
     *(
+        (None, SIZES | dict(ranks=ranks, experts=8, hidden=hidden, inner=14336, top_k=2))
+        for ranks in (1, 2, 4, 8)
+        for hidden in (64, 4096)
+    ),
+    *(
+        (jax_mok.MoEConfig(combine=combine, reverse_dispatch=reverse_dispatch), SIZES)
+        for combine in ("pull", "push")
+        for reverse_dispatch in ("pull", "push")
+    ),
+    *(
         (
             jax_mok.MoEConfig(
                 dispatch=dispatch,
@@ -184,6 +194,27 @@ def test_a_smaller_ring_needs_less_and_one_rank_shows_nothing():
 def test_sizes_that_do_not_fit_are_named(changes, message):
     with pytest.raises(jax_mok.MoEInputError, match=message):
         jax_mok.memory(**SIZES | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "parts"),
+    [
+        ({}, None, 1),
+        (dict(experts=8), None, 2),
+        (dict(experts=4), None, 1),  # two experts, for which the ring has room
+        (dict(experts=32, tokens=65536), None, 8),
+        (dict(experts=8), jax_mok.MoEConfig(composition="composed"), 1),
+        (dict(experts=8), jax_mok.MoEConfig(ring_rows=16384), 1),
+        (dict(experts=8), jax_mok.MoEConfig(ring_rows=256), 1),
+    ],
+)
+def test_the_ring_of_wide_experts_is_a_part_of_the_forward_passes(changes, config, parts):
+    wide = SIZES | dict(hidden=4096, inner=14336, top_k=2) | changes
+    if not changes:
+        wide |= dict(inner=768)
+    whole = jax_mok.memory(config, **wide).sizes["R"]
+    ring = jax_mok.memory(config, **wide, backward=True).sizes["R"]
+    assert whole <= parts * ring < whole + parts * 64
 
 
 def test_numpy_numbers_are_numbers():

@@ -160,7 +160,7 @@ void launch_waves(const BackwardCall& call, const BackwardWorkspace& space,
                   const BackwardParams& all, const Places& places, int clusters,
                   cudaStream_t stream, Launches& launch) {
   BackwardParams params = all;
-  const int64_t waves = max_backward_waves(call.sizes.plan, params.shape);
+  const int64_t waves = max_backward_waves(call.sizes.plan.max_tiles(), params.shape);
   for (int32_t wave = 0; wave < waves; ++wave) {
     const WaveMoves moves{params, space.list.wave_count, wave};
     launch("dispatch",

@@ -27,11 +27,11 @@ struct BackwardSizes {
   // Whether the kernel pulls them. (The composed pass pulls row by row.)
   bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
   bool pulls_dy() const { return has_peers() && !composed && !directions.reverse_combine_push; }
-  // Whether the gradients of pre-activations replace those saved, instead of lying in memory of
-  // their own: of a tile they take the same place in the ring, from which later waves keep away
-  // until it is free.
-  bool replaces_saved() const { return saved_rows >= std::min(ring_rows, plan.max_rows()); }
   bool pulls() const { return pulls_x() || pulls_dy(); }
+  // Whether the ring of the gradients of pre-activations is the memory of those saved. A wave has
+  // no more tiles than the ring, so the place of a tile in it is that of the same tile's saved
+  // ones, or of those of a tile of a wave that has ended.
+  bool replaces_saved() const { return saved_rows >= std::min(ring_rows, plan.max_rows()); }
   // Home slots of this rank's choices, or rows that its experts may have to take.
   int64_t dx_rows() const {
     return directions.reverse_dispatch_push ? plan.choices() : plan.max_rows();

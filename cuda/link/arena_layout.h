@@ -14,7 +14,8 @@
 //            [ranks, tokens, width]          the peers' tokens, pushed by each (the own are unused)
 //   dy       as x                    bf16    the output's gradient, only under a gradient
 //   rows     [tokens, top_k, width]  bf16    home slots, pushed by the experts' ranks; or
-//            [most rows, width]              rows of this rank's experts, pulled by the home ranks
+//            [most rows, width]              rows of this rank's experts, pulled by the home ranks;
+//                                            under a gradient the larger, for both passes
 //   numbers  as rows, without width  f32     the router weights' gradients, likewise
 //
 // bytes = 16·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) [+ likewise for dy] +

@@ -40,7 +40,9 @@ struct BackwardParams {
   int32_t pulls_x;      // whether this kernel pulls them
   int32_t pulls_dy;
   const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
-  const Bits16* saved;   // pre-activations as ForwardParams::saved
+  // Pre-activations as ForwardParams::saved. The gradient ring may begin where they do, and the
+  // lower halves lie at their end, where nothing is then read: see BackwardSizes.
+  const Bits16* saved;
   Bits16*
       gradient_ring;  // [ring tiles][inner / 64][d_gate, d_up][64][64]; before, what is replayed
 

@@ -47,7 +47,9 @@ struct ListCall {
 
 __device__ void find_waves(const ListCall& call, const BackwardTable& table) {
   const Start end = table.units.starts[table.units.experts];
-  const int32_t saved = table.splits_experts() ? call.saved.beside_parts : call.saved.tiles;
+  const bool parts_matter = call.saved.beside_parts < call.saved.tiles;
+  const int32_t saved =
+      parts_matter && table.splits_experts() ? call.saved.beside_parts : call.saved.tiles;
   int32_t first_item = 0, count = 0;
   Units before{};
   do {
@@ -144,10 +146,6 @@ __global__ void __launch_bounds__(kThreads) place_items_kernel(const ListCall ca
 }
 
 }  // namespace
-
-int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape) {
-  return max_waves(plan.max_tiles(), shape);
-}
 
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape) {
   // Every expert may end in two units that are not full, each with an item per span of columns.

@@ -24,7 +24,6 @@ struct BackwardList {
   uint64_t* to_pull;   // [tiles], zero before; null if nobody pulls
 };
 
-int64_t max_backward_waves(const PlanShape& plan, const BackwardShape& shape);
 int64_t max_backward_items(const PlanShape& plan, const BackwardShape& shape);
 
 // Where a row's token lies.

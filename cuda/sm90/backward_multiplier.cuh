@@ -266,11 +266,8 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       for (float& value : accumulators) {
         value = 0.0f;
       }
-    } else if (params_.dw_is_f32) {
-      read_partial_sums<float>(params_, place, nullptr, 0, accumulators);
     } else {
-      read_partial_sums<Element>(params_, place, lower_halves(item, is_down), kThreadsOfBlock,
-                                 accumulators);
+      read_partial_sums(params_, place, block_of_expert(item, is_down), accumulators);
     }
     if (begin_tile < end_tile) {
       await(shared_.full[cursor_.index], cursor_.parity);
@@ -278,28 +275,23 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
                                                           end_tile - begin_tile, half_, 0,
                                                           accumulators, [&] { announce(); });
     }
+    if (!is_last) {
+      keep_partial_sums(params_, place, block_of_expert(item, is_down), accumulators);
+      return;
+    }
     char* const buffers = reinterpret_cast<char*>(shared_.staging[half_ * kWarpgroupWarps][0]);
     if (params_.dw_is_f32) {
-      if (is_last) {
-        store_weights<float>(params_, place, half_, buffers, accumulators);
-      } else {
-        keep_partial_sums<float>(params_, place, nullptr, 0, accumulators);
-      }
-    } else if (is_last) {
-      store_weights<Element>(params_, place, half_, buffers, accumulators);
+      store_weights<float>(params_, place, half_, buffers, accumulators);
     } else {
-      keep_partial_sums<Element>(params_, place, lower_halves(item, is_down), kThreadsOfBlock,
-                                 accumulators);
+      store_weights<Element>(params_, place, half_, buffers, accumulators);
     }
   }
 
-  // Where this thread's lower halves of an item's partial sums begin. One expert at a time has any.
-  __device__ uint4* lower_halves(const WorkItem& item, bool is_down) const {
+  // This block's place among those of an expert's items.
+  __device__ int64_t block_of_expert(const WorkItem& item, bool is_down) const {
     const int columns = params_.shape.replay_columns + params_.shape.down_columns;
     const int column = item.column_block + (is_down ? params_.shape.replay_columns : 0);
-    const int64_t block = (int64_t{item.first_tile} * columns + column) * kCluster + block_;
-    return params_.lower_halves + block * kVectorsOfThread * kThreadsOfBlock + half_ * kWarpgroup +
-           warp_ * kWarp + lane_;
+    return (int64_t{item.first_tile} * columns + column) * kCluster + block_;
   }
 
   // This warp has read of the rings what the item needs, and written its partial sums.
@@ -309,8 +301,6 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
       add_release(params_.wave_done + wave, 1);
     }
   }
-
-  static constexpr int kThreadsOfBlock = kConsumerWarps * kWarp;
 
   const int blocks_;  // of 64 columns of I
 };

@@ -73,7 +73,7 @@ class BackwardScheduler : SchedulerBase<BackwardParams> {
     }
   }
 
-  // The rings are free for a wave when all before it have been read; some of those may be empty.
+  // The rings are free for a wave when all before it have been read.
   __device__ void await_wave(int32_t wave) {
     for (; free_wave_ < wave; ++free_wave_) {
       const BackwardWave& before = params_.waves[free_wave_];

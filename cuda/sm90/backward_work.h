@@ -46,23 +46,26 @@ struct BackwardRanges {
 };
 
 struct BackwardShape {
-  WorkShape work;  // lag 0, steps that are waves; of its columns only `cluster` matters here
-  int32_t replay_columns;  // blocks of 128 of I, gate and up
-  int32_t hidden_columns;  // blocks of 256 of I
-  int32_t input_columns;   // blocks of 256 of H
-  int32_t weight_pairs;    // pairs of 128 rows of H
-  int32_t down_columns;    // blocks of 256 of I
+  WorkShape work;             // its steps, lag and columns mean nothing here
+  int32_t wave_tiles;         // most of a wave
+  int32_t least_split_tiles;  // least of a wave whose end splits an expert
+  int32_t replay_columns;     // blocks of 128 of I, gate and up
+  int32_t hidden_columns;     // blocks of 256 of I
+  int32_t input_columns;      // blocks of 256 of H
+  int32_t weight_pairs;       // pairs of 128 rows of H
+  int32_t down_columns;       // blocks of 256 of I
 
   MOK_HOST_DEVICE int32_t items_of_expert() const {
     return weight_pairs * (replay_columns + down_columns);
   }
-  // Tiles that a wave has room for.
-  MOK_HOST_DEVICE int32_t wave_tiles() const { return work.step_tiles + work.group_tiles() - 1; }
 };
 
 inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles,
                                     int32_t hidden, int32_t inner, int32_t group_units) {
-  return {.work = wave_shape(cluster, ring_tiles, most_tiles, hidden, inner, group_units),
+  const WorkShape work = wave_shape(cluster, ring_tiles, most_tiles, hidden, inner, group_units);
+  return {.work = work,
+          .wave_tiles = room_of(ring_tiles, most_tiles),
+          .least_split_tiles = room_of(ring_tiles, most_tiles) - work.group_tiles() + 1,
           .replay_columns = ceil_div(inner, kBlockColumns / 2),
           .hidden_columns = ceil_div(inner, kBlockColumns),
           .input_columns = ceil_div(hidden, kBlockColumns),
@@ -70,15 +73,15 @@ inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t
           .down_columns = ceil_div(inner, kBlockColumns)};
 }
 
-// The most waves of so many tiles: two that follow each other have more tiles than a split expert
-// has of a wave at least.
-inline int64_t max_waves(int64_t tiles, const BackwardShape& shape) {
-  return 2 * (tiles / (int64_t{shape.work.step_tiles} + 1)) + 1;
+// The most waves of so many tiles: two that follow each other have more tiles than one that splits
+// an expert has at least.
+inline int64_t max_backward_waves(int64_t tiles, const BackwardShape& shape) {
+  return 2 * (tiles / (int64_t{shape.least_split_tiles} + 1)) + 1;
 }
 
-// The most ends of waves that split an expert.
+// The most of those that split an expert.
 inline int64_t max_splits(int64_t tiles, const BackwardShape& shape) {
-  return tiles / shape.work.step_tiles;
+  return tiles / shape.least_split_tiles;
 }
 
 // Where the waves begin and what they hold.
@@ -95,17 +98,16 @@ struct BackwardTable {
   // Whether an expert has more rows than a wave.
   MOK_HOST_DEVICE bool splits_experts() const {
     for (int32_t e = 0; e < units.experts; ++e) {
-      if (first_tile_of(e + 1) - first_tile_of(e) > shape.wave_tiles()) {
+      if (first_tile_of(e + 1) - first_tile_of(e) > shape.wave_tiles) {
         return true;
       }
     }
     return false;
   }
 
-  // The units before the wave that follows the one after `before`. A wave has whole experts, as
-  // many as there is room for: their gradients are then done. An expert that no wave has room for
-  // begins a wave, and takes as many as it needs; so no two experts are astride the end of waves at
-  // a time.
+  // Where the wave that begins after `before` ends. It has whole experts, as many as there is room
+  // for: their gradients are then done. An expert that no wave has room for begins a wave, and
+  // takes as many as it needs; so one expert at a time is astride the end of a wave.
   MOK_HOST_DEVICE Units end_of_wave(Units before) const {
     const Start all = units.starts[units.experts];
     if (is_end(before)) {
@@ -113,7 +115,7 @@ struct BackwardTable {
     }
     const int32_t first = units.expert_of_unit(before.count());
     const int32_t begin = tile_after(before);
-    const int32_t end = begin + shape.wave_tiles();
+    const int32_t end = begin + shape.wave_tiles;
     if (all.tile <= end) {
       return all.units;
     }
@@ -157,7 +159,7 @@ struct BackwardTable {
         is_end(after) ? units.experts - 1
                       : last_that(units.experts, [&](int32_t e) { return first_tile_of(e) < end; });
     return {before,       begin,
-            first_item,   end > saved_tiles && end > begin ? 1 : 0,
+            first_item,   end > saved_tiles ? 1 : 0,
             first_expert, last_expert - first_expert + 1};
   }
 

@@ -55,51 +55,55 @@ __device__ __forceinline__ void for_each_element(const BackwardParams& params,
   }
 }
 
-// `lower` is the thread's first vector, the next one `stride` behind.
-template <typename Out>
+// Where this thread's lower halves begin; the next vector is `kThreadsOfBlock` behind. `block`
+// counts the blocks of an expert's items.
+constexpr int kThreadsOfBlock = kBlockTiles * kWarpgroup;
+__device__ inline uint4* lower_halves_of(const BackwardParams& params, int64_t block) {
+  return params.lower_halves + block * kVectorsOfThread * kThreadsOfBlock +
+         (threadIdx.x - kWarpgroup);
+}
+
 __device__ __forceinline__ void keep_partial_sums(const BackwardParams& params,
-                                                  const WeightPlace& place, uint4* lower,
-                                                  int stride,
+                                                  const WeightPlace& place, int64_t block,
                                                   const float (&accumulators)[kAccumulators]) {
-  if constexpr (sizeof(Out) == sizeof(float)) {
-    for_each_element<Out>(params, place,
-                          [&](int i, Out* element) { __stcg(element, accumulators[i]); });
-  } else {
-    for_each_element<uint16_t>(params, place, [&](int i, uint16_t* element) {
-      __stcg(element, static_cast<uint16_t>(__float_as_uint(accumulators[i]) >> 16));
-    });
-    const auto halves = [&](int i) {
-      return __byte_perm(__float_as_uint(accumulators[i]), __float_as_uint(accumulators[i + 1]),
-                         0x5410);
-    };
+  if (params.dw_is_f32) {
+    for_each_element<float>(params, place,
+                            [&](int i, float* element) { __stcg(element, accumulators[i]); });
+    return;
+  }
+  const auto bits = [&](int i) { return __float_as_uint(accumulators[i]); };
+  for_each_element<uint16_t>(params, place, [&](int i, uint16_t* element) {
+    __stcg(element, static_cast<uint16_t>(bits(i) >> 16));
+  });
+  const auto halves = [&](int i) { return __byte_perm(bits(i), bits(i + 1), 0x5410); };
+  uint4* const lower = lower_halves_of(params, block);
 #pragma unroll
-    for (int v = 0; v < kVectorsOfThread; ++v) {
-      const int i = v * kHalvesOfVector;
-      __stcg(lower + v * stride, uint4{halves(i), halves(i + 2), halves(i + 4), halves(i + 6)});
-    }
+  for (int v = 0; v < kVectorsOfThread; ++v) {
+    const int i = v * kHalvesOfVector;
+    __stcg(lower + v * kThreadsOfBlock,
+           uint4{halves(i), halves(i + 2), halves(i + 4), halves(i + 6)});
   }
 }
 
 // What `keep_partial_sums` has kept; of what is no element, zero or anything.
-template <typename Out>
 __device__ __forceinline__ void read_partial_sums(const BackwardParams& params,
-                                                  const WeightPlace& place, const uint4* lower,
-                                                  int stride,
+                                                  const WeightPlace& place, int64_t block,
                                                   float (&accumulators)[kAccumulators]) {
 #pragma unroll
   for (float& value : accumulators) {
     value = 0.0f;
   }
-  if constexpr (sizeof(Out) == sizeof(float)) {
-    for_each_element<Out>(params, place,
-                          [&](int i, const Out* element) { accumulators[i] = __ldcg(element); });
+  if (params.dw_is_f32) {
+    for_each_element<float>(
+        params, place, [&](int i, const float* element) { accumulators[i] = __ldcg(element); });
   } else {
     for_each_element<uint16_t>(params, place, [&](int i, const uint16_t* element) {
       accumulators[i] = __uint_as_float(uint32_t{__ldcg(element)} << 16);
     });
+    const uint4* const lower = lower_halves_of(params, block);
 #pragma unroll
     for (int v = 0; v < kVectorsOfThread; ++v) {
-      const uint4 halves = __ldcg(lower + v * stride);
+      const uint4 halves = __ldcg(lower + v * kThreadsOfBlock);
 #pragma unroll
       for (int i = 0; i < kHalvesOfVector; ++i) {
         const uint32_t half = __byte_perm(word_of(halves, i / 2), 0, i % 2 == 0 ? 0x4410 : 0x4432);
@@ -108,8 +112,7 @@ __device__ __forceinline__ void read_partial_sums(const BackwardParams& params,
       }
     }
   }
-  // The gradients follow by another way, the tensor stores'.
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_proxies_global();  // the gradients follow by tensor stores
 }
 
 }  // namespace mok::sm90

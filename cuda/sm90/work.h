@@ -57,7 +57,7 @@ struct WorkShape {
 
   MOK_HOST_DEVICE int32_t unit_tiles() const { return cluster * kBlockTiles; }
   // Of the largest group.
-  MOK_HOST_DEVICE int32_t group_tiles() const {
+  int32_t group_tiles() const {
     return (group_units > 1 ? group_units + group_units / 2 : 1) * unit_tiles();
   }
   MOK_HOST_DEVICE int32_t columns(Product product) const {
