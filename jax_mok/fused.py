@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mok import experts, ffi, gpu, plan
+from jax_mok import experts, ffi, gpu, memory_parts, plan
 from jax_mok.call import Call
 from jax_mok.experts import Weights
 from jax_mok.layer import Gradients
@@ -82,20 +82,24 @@ def backward(
     kernel fits it.
     """
     shapes = (x, router_weights, *weights)
-    reason = gpu.why_not(call.layout) or _why_not(x, weights)
+    layout = call.layout
+    hidden, inner = x.shape[1], weights.gate.shape[2]
+    ring_rows = gpu.backward_ring_rows(call.config, layout, inner)
+    counts = memory_parts.backward_counts(
+        M=layout.max_rows, R=ring_rows, e=layout.local_experts, H=hidden, I=inner
+    )
+    reason = gpu.why_not(layout) or _why_not(x, weights) or memory_parts.too_many(**counts)
     if reason is not None:
         zeros = [
             refuse_when_lowered(vary(jnp.zeros(a.shape, dtype), call.axes), reason)
             for a, dtype in zip(shapes, (x.dtype, jnp.float32, *[weight_dtype] * 3), strict=True)
         ]
         return Gradients(zeros[0], zeros[1], Weights(*zeros[2:]))
-    layout = call.layout
-    inner = weights.gate.shape[2]
     sizes: dict[str, np.generic] = {
         **gpu.plan_sizes(layout),
-        "ring_rows": np.int64(gpu.backward_ring_rows(call.config, layout, inner)),
+        "ring_rows": np.int64(ring_rows),
         "saved_rows": np.int64(layout.saved_rows),
-        "hidden": np.int64(x.shape[1]),
+        "hidden": np.int64(hidden),
         "inner": np.int64(inner),
         **gpu.directions(call.config),
         "composed": np.bool_(call.config.composition == "composed"),

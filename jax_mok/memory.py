@@ -17,7 +17,7 @@ and for a backward pass, which has waves always:
        max(1, ⌊E/n / 2⌋) if that is less; rounded up to 64, at least 256
     C  blocks of 128 of I: ⌈I/128⌉
     A  items of the weights' gradients of an expert: ⌈H/256⌉·(C + ⌈I/256⌉)
-    V  waves: 1 if M ≤ R, else 2·⌊M/64 / (R/64 − g + 2)⌋ + 1
+    V  waves: 1 if M ≤ R, else 2·⌊M/64 / (R/64 − g + 2)⌋ + 1, or E/n + X if that is less
     X  waves whose end splits an expert: 0 if M ≤ R, else ⌊M/64 / (R/64 − g + 1)⌋
     W  items of work: (⌊M/256⌋ + 2·E/n)·(C + ⌈I/256⌉ + ⌈H/256⌉) + (E/n + X)·A
 
@@ -38,14 +38,14 @@ from jax_mok.layout import make_layout
 from jax_mok.memory_parts import (
     Part,
     backward_arena,
-    backward_waves,
+    backward_counts,
     backward_workspace,
     ceil,
     forward_arena,
     forward_workspace,
     kept,
     segments,
-    splits,
+    too_many,
     waves,
 )
 
@@ -179,13 +179,10 @@ def memory(
     sizes = {"n": n, "T": T, "K": K, "E": E, "H": H, "I": I, "M": M, "R": R}
     if backward:
         R = backward_ring_rows(config, layout, I)
-        V = backward_waves(M // TILE_ROWS, R // TILE_ROWS)
-        X = splits(M // TILE_ROWS, R // TILE_ROWS)
-        C = ceil(I, 128)
-        columns = C + ceil(I, 256)
-        A = ceil(H, 256) * columns
-        W = (M // 256 + 2 * e) * (columns + ceil(H, 256)) + (e + X) * A
-        sizes |= {"R": R, "P": layout.saved_rows, "C": C, "V": V, "X": X, "A": A, "W": W}
+        counts = backward_counts(M=M, R=R, e=e, H=H, I=I)
+        if problem := too_many(**counts):
+            raise MoEInputError(problem)
+        sizes |= {"R": R, "P": layout.saved_rows, **counts}
         arena = backward_arena(config, **sizes) if n > 1 else ()
         return Memory(
             "backward pass", sizes, kept(**sizes), arena, backward_workspace(config, **sizes)

@@ -11,6 +11,8 @@ import dataclasses
 from jax_mok.config import TILE_ROWS, MoEConfig
 
 _ALIGNMENT = 256
+_MOST_WAVES = 2**19  # of which an item's flags say its own
+_MOST_ITEMS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,14 +203,32 @@ def waves(tiles: int, ring_tiles: int) -> int:
     return 1 if tiles <= ring_tiles else ceil(tiles, _step_tiles(ring_tiles))
 
 
-def backward_waves(tiles: int, ring_tiles: int) -> int:
-    """Likewise of the backward pass; `max_backward_waves` in `cuda/sm90/backward_work.h`."""
-    return 1 if tiles <= ring_tiles else 2 * (tiles // (_step_tiles(ring_tiles) + 1)) + 1
+def backward_counts(*, M: int, R: int, e: int, H: int, I: int) -> dict[str, int]:
+    """C, V, X, A and W of a backward pass with `e` experts on a rank.
+
+    Its waves are bounded as `cuda/sm90/backward_work.h` says.
+    """
+    tiles, ring_tiles = M // TILE_ROWS, R // TILE_ROWS
+    V, X = 1, 0
+    if tiles > ring_tiles:
+        least = _step_tiles(ring_tiles)
+        X = tiles // least
+        V = min(2 * (tiles // (least + 1)) + 1, X + e)
+    C = ceil(I, 128)
+    columns = C + ceil(I, 256)
+    A = ceil(H, 256) * columns
+    W = (M // 256 + 2 * e) * (columns + ceil(H, 256)) + (e + X) * A
+    return {"C": C, "V": V, "X": X, "A": A, "W": W}
 
 
-def splits(tiles: int, ring_tiles: int) -> int:
-    """The most waves whose end splits an expert; `max_splits` there."""
-    return 0 if tiles <= ring_tiles else tiles // _step_tiles(ring_tiles)
+def too_many(*, V: int, W: int, **_: int) -> str | None:
+    """Why no kernel can number so many waves or items, as a message to the user; or None."""
+    if V <= _MOST_WAVES and W <= _MOST_ITEMS:
+        return None
+    return (
+        f"the backward pass might take {V} waves and {W} items of work, of {_MOST_WAVES} and "
+        f"{_MOST_ITEMS} at most: use a larger MoEConfig.ring_rows, or fewer tokens a call"
+    )
 
 
 def _step_tiles(ring_tiles: int) -> int:

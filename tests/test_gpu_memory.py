@@ -187,6 +187,10 @@ def test_a_smaller_ring_needs_less_and_one_rank_shows_nothing():
         ({"experts": 129}, "129 experts cannot be divided among 2 ranks: use a multiple of 2"),
         ({"experts": 3060}, "3060 experts does not fit .* use at most 3058"),
         ({"tokens": 2**30}, "split the batch into several calls"),
+        (
+            {"config": jax_mok.MoEConfig(ring_rows=256), "tokens": 2**24, "backward": True},
+            "might take .* waves and .* items of work, .*: use a larger MoEConfig.ring_rows",
+        ),
         ({"backward": "yes"}, "backward='yes' must be True or False"),
         ({"config": {}}, "config must be a MoEConfig or None, got dict"),
     ],

@@ -1,5 +1,7 @@
 #include "call/backward.h"
 
+#include <algorithm>
+
 #include "call/clamp.h"
 #include "call/device.h"
 #include "call/launches.h"
@@ -40,7 +42,8 @@ bool encode_maps(const BackwardCall& call, const BackwardWorkspace& space, Backw
   const int64_t experts = call.sizes.plan.local_experts();
   const int64_t hidden = call.sizes.hidden, inner = call.sizes.inner;
   // A ring of blocks of 64 x 64 is a matrix of 64 columns.
-  const int64_t rows = call.sizes.ring_rows * (inner / kPanelColumns);
+  const int64_t rows =
+      std::min(call.sizes.ring_rows, call.sizes.plan.max_rows()) * (inner / kPanelColumns);
   const uint16_t* const gradients = gradient_ring(call, space);
   const uint16_t* const weighted = space.hidden_ring;
   return encode_matrix(&params->gate, call.gate, experts * hidden, inner, kBlockDepth) &&
@@ -160,7 +163,8 @@ void launch_waves(const BackwardCall& call, const BackwardWorkspace& space,
                   const BackwardParams& all, const Places& places, int clusters,
                   cudaStream_t stream, Launches& launch) {
   BackwardParams params = all;
-  const int64_t waves = max_backward_waves(call.sizes.plan.max_tiles(), params.shape);
+  const int64_t waves = max_backward_waves(call.sizes.plan.max_tiles(),
+                                           call.sizes.plan.local_experts(), params.shape);
   for (int32_t wave = 0; wave < waves; ++wave) {
     const WaveMoves moves{params, space.list.wave_count, wave};
     launch("dispatch",

@@ -43,7 +43,7 @@ BackwardWorkspace lay_out(const BackwardSizes& sizes, char* base) {
   const BackwardShape shape = sizes.shape();
   const bool has_peers = sizes.has_peers();
   const int64_t tiles = plan.max_tiles();
-  const int64_t waves = max_backward_waves(tiles, shape);
+  const int64_t waves = max_backward_waves(tiles, plan.local_experts(), shape);
   Parts parts(base);
   BackwardWorkspace space{};
   space.list.items = parts.take<WorkItem>(max_backward_items(plan, shape));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/host_device.h"
@@ -73,15 +74,16 @@ inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t
           .down_columns = ceil_div(inner, kBlockColumns)};
 }
 
-// The most waves of so many tiles: two that follow each other have more tiles than one that splits
-// an expert has at least.
-inline int64_t max_backward_waves(int64_t tiles, const BackwardShape& shape) {
-  return 2 * (tiles / (int64_t{shape.least_split_tiles} + 1)) + 1;
-}
-
-// The most of those that split an expert.
+// The most waves of so many tiles whose end splits an expert.
 inline int64_t max_splits(int64_t tiles, const BackwardShape& shape) {
   return tiles / shape.least_split_tiles;
+}
+
+// The most waves: two that follow each other have more tiles than one that splits an expert has at
+// least; and others end with an expert.
+inline int64_t max_backward_waves(int64_t tiles, int64_t experts, const BackwardShape& shape) {
+  const int64_t pairs = tiles / (int64_t{shape.least_split_tiles} + 1);
+  return std::min(2 * pairs + 1, max_splits(tiles, shape) + experts);
 }
 
 // Where the waves begin and what they hold.

@@ -50,7 +50,7 @@ int main() {
       before = after;
     } while (!table.is_end(before));
     const int count = static_cast<int>(waves.size());
-    REQUIRE(count <= max_backward_waves(most_tiles, shape));
+    REQUIRE(count <= max_backward_waves(most_tiles, experts, shape));
     REQUIRE(most_tiles > ring || count == 1);
     waves.push_back({units, total, first_item, 0, experts, 0});
     REQUIRE(waves[0].first_tile == 0);
