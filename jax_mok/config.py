@@ -63,8 +63,8 @@ class MoEConfig:
         move and each product, in as many waves as the worst load takes through the ring, with
         copies of a wave's rows.
       timeout_s: seconds, at most a day, that a rank waits for its peers before the call fails (on
-        GPUs: before its output is NaN; the time of the kernel itself counts). The collective
-        composition waits as long as XLA's collectives do.
+        GPUs: before its output is NaN; the time of the kernel itself counts). The set-up of
+        GPU calls waits a second at least, the collective composition as long as XLA's collectives.
     """
 
     ring_rows: int | None = None

@@ -19,6 +19,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Ranks wait so long at least for each other's set-up, in which they take memory and the host runs
+// other things: one that gave up on a peer that is merely slow would leave it in the registration.
+constexpr std::chrono::nanoseconds kLeastWait = std::chrono::seconds(1);
+
 // NCCL as XLA has loaded it: a second copy would not know XLA's communicators.
 struct Nccl {
   decltype(&ncclCommUserRank) comm_user_rank;
@@ -210,7 +214,7 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t entry, uint64_t now
   for (size_t rank = 0; rank < flags.size(); ++rank) {
     const std::string who = "rank " + std::to_string(rank);
     if (flags[rank].epoch < now) {
-      return who + " has not reached the set-up within MoEConfig.timeout_s";
+      return who + " has not reached the set-up within MoEConfig.timeout_s and a second";
     }
     if (has_failed_since(flags[rank].failed, entry)) {
       return who + " could not go on: see its error";
@@ -244,7 +248,7 @@ std::string agree(Lobby* lobby, uint64_t timeout_ns, cudaStream_t stream, std::s
     if (status == cudaSuccess) {
       status = show_own(*lobby, stream);
     }
-    const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    const auto deadline = Clock::now() + std::max(std::chrono::nanoseconds(timeout_ns), kLeastWait);
     const auto has_come = [&](const Flag& flag) { return flag.epoch >= now; };
     const auto poll = [&] {
       status = look(*lobby, stream, &flags);
