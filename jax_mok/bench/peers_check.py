@@ -47,10 +47,9 @@ def errors_of(
     )
     results = chains.run_layer(operands, mesh, layer, backward, 1)
 
-    def plain(x: jax.Array, weights: jax.Array) -> jax.Array:
-        return reference_moe(x, ids[some], weights, *experts)
-
-    y, pullback = jax.vjp(jax.jit(plain), x[some], router_weights[some])
+    y, pullback = jax.vjp(
+        lambda x, weights: _plain(x, ids[some], weights, *experts), x[some], router_weights[some]
+    )
     errors = {"outputs": _error(results[0][some], y)}
     if not backward:
         return errors
@@ -62,14 +61,17 @@ def errors_of(
     ):
         errors[f"gradients of {name}"] = _error(found[some], want)
     for expert in range(0, ranks * local, local):
-
-        def plain_expert(*matrices: jax.Array, expert: int = expert) -> jax.Array:
-            return reference_moe(x, jnp.where(ids == expert, 0, -1), router_weights, *matrices)
-
-        _, pullback = jax.vjp(jax.jit(plain_expert), *(w[expert : expert + 1] for w in experts))
+        its_ids = jnp.where(ids == expert, 0, -1)
+        _, pullback = jax.vjp(
+            lambda *matrices, ids=its_ids: _plain(x, ids, router_weights, *matrices),
+            *(w[expert : expert + 1] for w in experts),
+        )
         for name, found, want in zip(("gate", "up", "down"), d_experts, pullback(dy), strict=True):
             errors[f"gradients of {name} {expert}"] = _error(found[expert : expert + 1], want)
     return errors
+
+
+_plain = jax.jit(reference_moe)  # one for all layers, so that it is compiled once
 
 
 def _error(found: jax.Array, want: jax.Array) -> float:
