@@ -6,8 +6,10 @@ import dataclasses
 import numbers
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
+from jax_mok import directions
 from jax_mok.errors import MoEInputError
 
 Direction = Literal["pull", "push"]
@@ -96,6 +98,17 @@ class MoEConfig:
                 f"MoEConfig.ring_rows={self.ring_rows} is not a multiple of "
                 f"chunk_rows={self.chunk_rows}: round it up to {above}"
             )
+
+    @classmethod
+    def auto(cls, **options: Any) -> MoEConfig:
+        """Options with the directions that were fastest on GPUs like this process's.
+
+        `python -m jax_mok.bench link` measures and keeps them, see `jax_mok.directions`. Where it
+        has not run, and for the `options` given, it is as the constructor. All processes of a job
+        must get the same: they run one program.
+        """
+        kind = jax.devices()[0].device_kind
+        return cls(**{**directions.recall(kind), **options})
 
 
 def config_or_default(config: MoEConfig | None) -> MoEConfig:

@@ -17,13 +17,16 @@ from jax_mok.bench.stopwatch import Stopwatch
 from jax_mok.bench.timing import Times, difference, time_rounds
 
 
-def run(name: str, *flags: str, devices: int, cwd: os.PathLike) -> subprocess.CompletedProcess:
+def run(
+    name: str, *flags: str, devices: int, cwd: os.PathLike, **variables: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "jax_mok.bench", name, *flags],
         env=os.environ
         | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            **variables,
         },
         cwd=cwd,
         capture_output=True,
@@ -46,6 +49,21 @@ def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
     for row in figures["shapes"]["toy"].values():
         assert row["bound_s"] is None
         assert set(row["layer_s"]) == {"median", "low", "high"}
+
+
+def test_directions_are_tried_on_cpu_devices_and_not_kept(tmp_path):
+    flags = ["--platform=cpu", "--rounds=2", "--json=f.json", "--plot=p.png"]
+    finished = run("link", *flags, devices=2, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert finished.returncode == 0, finished.stderr
+    assert "not measured: rates and signals between GPUs: CPU devices have no link" in (
+        finished.stdout
+    )
+    moves = {"dispatch", "combine", "reverse_combine", "reverse_dispatch"}
+    assert set(json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]) == {
+        "default",
+        *moves,
+    }
+    assert not (tmp_path / "cache" / "jax_mok").exists()
 
 
 @pytest.mark.parametrize("backward", [False, True])

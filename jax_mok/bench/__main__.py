@@ -7,7 +7,7 @@ import sys
 
 from absl import app, flags
 
-_NAMES = ("cpu", "layer", "peers")
+_NAMES = ("cpu", "layer", "link", "peers")
 
 
 def main() -> None:
