@@ -32,7 +32,7 @@ class MoEConfig:
         and of `chunk_rows`. A load larger than the ring takes more waves. In the fused GPU kernel
         the ring holds hidden rows, 2·ring_rows·I bytes, and peers' tokens lie in a buffer
         [ranks, T, H] that does not depend on it. None: the balanced load (one row per choice, and
-        padding of tiles) with an eighth of head-room, or 4096 rows if that is less; in the backward
+        padding of tiles) with an eighth of head-room, but 4096 rows at least; in the backward
         pass on GPUs of wide experts a part of it, see `jax_mok.memory`.
       chunk_rows: rows of one chunk of the ring, a multiple of 64; on CPU devices pulls from the
         peers are interleaved within a chunk, in the order that `build_plan` gives. Of the GPU

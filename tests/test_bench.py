@@ -66,6 +66,28 @@ def test_directions_are_tried_on_cpu_devices_and_not_kept(tmp_path):
     assert not (tmp_path / "cache" / "jax_mok").exists()
 
 
+def test_curves_are_measured_and_drawn(tmp_path):
+    flags = ["--platform=cpu", "--rounds=2", "--json=f.json", "--plot=p.png"]
+    finished = run("scaling", *flags, devices=2, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    curves = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
+    assert set(curves) == {"tokens", "experts", "zipf exponent", "ring rows"}
+    for points in curves.values():
+        values = [point["value"] for point in points]
+        assert len(values) > 1
+        assert values == sorted(set(values))
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_the_gpu_with_most_rows_is_found():
+    shape = Shape(tokens=3, hidden=64, inner=64, experts=4, top_k=2)
+    balanced = np.array([[[0, 2], [1, 3], [0, 3], [1, 2], [0, 2], [1, 3]]], np.int32)
+    assert bound.busiest(shape, balanced, 2) == 1.0
+    assert bound.busiest(shape, np.zeros_like(balanced), 2) == 2.0
+    both = np.concatenate([balanced, np.zeros_like(balanced)])
+    assert bound.busiest(shape, both, 2) == 1.5
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_peers_are_measured_beside_the_layer(tmp_path, backward):
     flags = ["--platform=cpu", "--shapes=toy", "--rounds=2", "--json=f.json", "--plot=p.png"]

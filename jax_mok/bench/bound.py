@@ -43,6 +43,15 @@ def link_bytes(shape: Shape, routes: np.ndarray, gpus: int, *, backward: bool = 
     return _BYTES * shape.hidden * (token_moves * unique_tokens + row_moves * rows)
 
 
+def busiest(shape: Shape, routes: np.ndarray, gpus: int) -> float:
+    """Rows of the GPU that has most of them, over those of a balanced load; `routes` as above."""
+    owners = routes.reshape(-1, gpus * shape.tokens * shape.top_k) // (
+        shape.experts_of(gpus) // gpus
+    )
+    rows = np.stack([np.count_nonzero(owners == rank, axis=1) for rank in range(gpus)])
+    return float(np.mean(rows.max(axis=0))) / (shape.tokens * shape.top_k)
+
+
 def weight_bytes(shape: Shape) -> int:
     """Bytes of the experts' weights on one GPU."""
     return _BYTES * 3 * shape.hidden * shape.inner * shape.experts_of(1)

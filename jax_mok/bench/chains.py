@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok.bench.routes import draw_routes
+from jax_mok.bench.routes import ZIPF_EXPONENT, draw_routes
 from jax_mok.bench.shapes import Shape
 from jax_mok.config import MoEConfig
 from jax_mok.moe import moe_ffn
@@ -58,8 +58,10 @@ class Operands(NamedTuple):
 _SPECS = Operands._make([P(AXIS), P(None, AXIS), *[P(AXIS)] * 6])
 
 
-def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands:
-    """Random operands of unit variance after each product, and routes of that kind."""
+def make_operands(
+    shape: Shape, routes: str, mesh: Mesh, width: int, *, exponent: float = ZIPF_EXPONENT
+) -> Operands:
+    """Random operands of unit variance after each product, and routes as `draw_routes` says."""
     n, experts = mesh.size, shape.experts_of(mesh.size)
 
     @functools.partial(
@@ -74,7 +76,10 @@ def make_operands(shape: Shape, routes: str, mesh: Mesh, width: int) -> Operands
     generator = np.random.default_rng(0)
     tokens = n * shape.tokens
     ids = np.stack(
-        [draw_routes(routes, generator, tokens, experts, shape.top_k) for _ in range(_TURNS)]
+        [
+            draw_routes(routes, generator, tokens, experts, shape.top_k, exponent=exponent)
+            for _ in range(_TURNS)
+        ]
     )
     return Operands(
         x=normal(0, (tokens, shape.hidden), 1),
