@@ -53,6 +53,25 @@ class BlockWeights(NamedTuple):
     down: jax.Array
     shared: Mapping[str, jax.Array] | None
 
+    def sizes(self, router: Router) -> tuple[int, int, int]:
+        """H, I and E.
+
+        Raises:
+          MoEInputError: if the router is none for these weights.
+        """
+        if (router.kind == "sigmoid") != (self.bias is not None):
+            given = "None" if self.bias is None else f"of shape {list(self.bias.shape)}"
+            raise MoEInputError(
+                f'weights.bias is {given} and router.kind={router.kind!r}: "sigmoid" takes a bias '
+                '[E], which may be zeros, and "softmax" None'
+            )
+        experts, hidden, inner = self.gate.shape
+        return hidden, inner, experts
+
+    def shared_inner(self) -> int:
+        """S; 0: there is no shared expert."""
+        return 0 if self.shared is None else self.shared["down"].shape[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:

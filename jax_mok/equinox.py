@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -102,9 +104,52 @@ class MoE(eqx.Module):
                 name: plain(next(keys), shape, param_dtype) for name, shape in shapes.items()
             }
 
+    @classmethod
+    def from_weights(
+        cls,
+        router: Router,
+        weights: BlockWeights,
+        *,
+        mesh: Mesh,
+        axis_name: str,
+        config: MoEConfig | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> MoE:
+        """Makes the module of weights that are there, as of `jax_mok.checkpoints.load_moe_layer`.
+
+        Args:
+          router: how experts are chosen; of the kind "sigmoid" if there is a bias.
+          weights: become the module's, where they are.
+          mesh: as for the constructor, as are the others.
+          axis_name: see there.
+          config: see there.
+          dtype: see there.
+
+        Raises:
+          MoEInputError: as the constructor, and if router and bias do not fit.
+        """
+        make = functools.partial(
+            cls,
+            *weights.sizes(router),
+            router,
+            mesh=mesh,
+            axis_name=axis_name,
+            shared_inner=weights.shared_inner(),
+            config=config,
+            dtype=dtype,
+            param_dtype=weights.gate.dtype,
+        )
+        # Nothing is drawn: the weights may be all that fits.
+        module: MoE = eqx.filter_eval_shape(lambda: make(key=jax.random.key(0)))
+        return eqx.tree_at(MoE.weights, module, weights, is_leaf=lambda node: node is None)
+
     def __call__(self, x: jax.Array) -> MoEOutput:
         """Applies the chosen experts, and the shared one, to tokens [..., H] over all mesh axes."""
-        weights = BlockWeights(
+        return self.block(x, self.weights())
+
+    def weights(self) -> BlockWeights:
+        """The weights, with the names that the module for Flax gives them too."""
+        return BlockWeights(
             router=self.router_kernel,
             bias=self.router_bias,
             gate=self.gate,
@@ -112,7 +157,6 @@ class MoE(eqx.Module):
             down=self.down,
             shared=self.shared,
         )
-        return self.block(x, weights)
 
     def shardings(self) -> MoE:
         """The module with shardings for arrays: where `jax.device_put` should place it."""

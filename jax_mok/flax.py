@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -94,12 +96,58 @@ class MoE(nnx.Module):
             _shared_expert(hidden, shared_inner, param_dtype, rngs) if shared_inner else None
         )
 
+    @classmethod
+    def from_weights(
+        cls,
+        router: Router,
+        weights: BlockWeights,
+        *,
+        mesh: Mesh,
+        axis_name: str,
+        config: MoEConfig | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> MoE:
+        """Makes the module of weights that are there, as of `jax_mok.checkpoints.load_moe_layer`.
+
+        Args:
+          router: how experts are chosen; of the kind "sigmoid" if there is a bias.
+          weights: become the module's, where they are.
+          mesh: as for the constructor, as are the others.
+          axis_name: see there.
+          config: see there.
+          dtype: see there.
+
+        Raises:
+          MoEInputError: as the constructor, and if router and bias do not fit.
+        """
+        make = functools.partial(
+            cls,
+            *weights.sizes(router),
+            router,
+            mesh=mesh,
+            axis_name=axis_name,
+            shared_inner=weights.shared_inner(),
+            config=config,
+            dtype=dtype,
+            param_dtype=weights.gate.dtype,
+        )
+        # Nothing is drawn: the weights may be all that fits.
+        module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+        arrays = weights._asdict()
+        arrays["router_kernel"], arrays["router_bias"] = arrays.pop("router"), arrays.pop("bias")
+        nnx.update(module, {name: array for name, array in arrays.items() if array is not None})
+        return module
+
     def __call__(self, x: jax.Array) -> MoEOutput:
         """Applies the chosen experts, and the shared one, to tokens [..., H] over all mesh axes."""
+        return self.block(x, self.weights())
+
+    def weights(self) -> BlockWeights:
+        """The weights, without what Flax knows of them."""
         shared = None
         if self.shared is not None:
             shared = {name: self.shared[name][...] for name in ("gate", "up", "down")}
-        weights = BlockWeights(
+        return BlockWeights(
             router=self.router_kernel[...],
             bias=None if self.router_bias is None else self.router_bias[...],
             gate=self.gate[...],
@@ -107,7 +155,6 @@ class MoE(nnx.Module):
             down=self.down[...],
             shared=shared,
         )
-        return self.block(x, weights)
 
 
 def _shared_expert(
