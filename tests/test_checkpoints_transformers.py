@@ -30,7 +30,7 @@ def make(kind: str):
     """A small model with weights of a size at which no part of the output vanishes."""
     extra = SMALL_LATENTS | dict(v_head_dim=8, first_k_dense_replace=1)
     options = CONFIGS[kind] | SMALL | (extra if kind == "deepseek_v3" else {})
-    config = transformers.AutoConfig.for_model(options["model_type"], **options)
+    config = transformers.AutoConfig.for_model(**options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -3,15 +3,20 @@
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 
+import checkpoint_harness as checkpoints
 import harness
+import jax
 import numpy as np
 import pytest
 import routings
 from oracle import Outputs
+
+from jax_mok.checkpoints import load_moe_layer
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 40, 16, 24, 8, 2
 HERE = pathlib.Path(__file__).parent
@@ -73,6 +78,12 @@ def finish(process) -> str:
     return output
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 def load_outputs(path: pathlib.Path) -> Outputs:
     return Outputs(**np.load(path))
 
@@ -94,9 +105,7 @@ if process == 0:
 @pytest.mark.parametrize("ring_rows", [0, 64])
 def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_rows):
     """No memory is shared: the collective composition takes over."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     result = tmp_path / "outputs.npz"
     processes = [
         start(DISTRIBUTED, inputs_file, result, port, process, ring_rows, devices=2)
@@ -105,6 +114,39 @@ def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_ro
     for process in processes:
         finish(process)
     harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
+
+
+CHECKPOINT = """
+port, process = int(sys.argv[4]), int(sys.argv[5])
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
+from jax_mok.checkpoints import files, load_moe_layer, save_moe_layer
+names, read = [], files.Tensors.read
+files.Tensors.read = lambda self, matrix: names.append(matrix.tensor) or read(self, matrix)
+loaded = load_moe_layer(sys.argv[2], 3, mesh=harness.mesh_of(4), axis_name="ep")
+save_moe_layer(sys.argv[3], 3, loaded.weights)
+print("read:", *names)
+"""
+
+
+def test_a_process_reads_and_writes_its_own_experts(start, inputs_file, tmp_path):
+    config, tensors = checkpoints.CONFIGS["mixtral"], checkpoints.draw("mixtral")
+    stored = checkpoints.write(tmp_path / "stored", config, tensors)
+    saved = checkpoints.write(tmp_path / "saved", config, {}, files=2)
+    port = free_port()
+    processes = [
+        start(CHECKPOINT, inputs_file, stored, saved, port, process, devices=2)
+        for process in range(2)
+    ]
+    block = checkpoints.block_name("mixtral")
+    for process, experts in zip(processes, (range(0, 4), range(4, 8)), strict=True):
+        names = re.search("read: (.*)", finish(process))[1].split()
+        weights = {f"{block}.experts.{e}.{w}.weight" for e in experts for w in ("w1", "w2", "w3")}
+        assert sorted(names) == sorted(weights | {f"{block}.gate.weight"})
+    loaded = [
+        load_moe_layer(folder, 3, mesh=harness.mesh_of(1), axis_name="ep").weights
+        for folder in (stored, saved)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
 
 
 CACHED = """

@@ -170,7 +170,10 @@ def extend_index(folder: pathlib.Path, file_of: Mapping[str, str]) -> None:
     """Adds tensors to the folder's index, or makes it."""
     present = _weight_map(folder) if (folder / _INDEX).is_file() else {}
     index = {"metadata": {}, "weight_map": dict(sorted((present | dict(file_of)).items()))}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    # Replaced at once: another process may be reading it.
+    new = folder / f"{_INDEX}.new"
+    new.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    new.replace(folder / _INDEX)
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
