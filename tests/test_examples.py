@@ -4,15 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name: str, cwd: Path) -> str:
+def run(name: str, cwd: Path, *flags: str, code: int = 0) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     finished = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name), *flags],
         env=environment | {"JAX_PLATFORMS": "cpu"},
         cwd=cwd,
         capture_output=True,
@@ -20,8 +21,8 @@ def run(name: str, cwd: Path) -> str:
         timeout=180,
         check=False,
     )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    assert finished.returncode == code, finished.stderr
+    return finished.stderr if code else finished.stdout
 
 
 def test_the_first_layer_shows_shapes_and_shardings(tmp_path):
@@ -42,3 +43,22 @@ def test_two_processes_agree(tmp_path):
     assert said["process 1"].startswith("256..512 of y (512, 128)")
     of_all = {text.split("of all, ", 1)[1] for text in said.values()}
     assert len(of_all) == 1
+
+
+TINY = ("--layers=1", "--context=16", "--batch=8", f"--corpus={textwrap.__file__}")
+
+
+def test_the_equinox_twin_learns_and_goes_on_as_if_it_had_not_stopped(tmp_path):
+    whole = run("train_equinox.py", tmp_path, *TINY, "--steps=60", "--save=whole")
+    learnt = re.search(r"training loss ([\d.]+), unigram entropy ([\d.]+)", whole)
+    assert float(learnt[1]) < float(learnt[2])
+    assert "from step 0," in run("train_equinox.py", tmp_path, *TINY, "--steps=40", "--save=parts")
+    assert "from step 40," in run("train_equinox.py", tmp_path, *TINY, "--steps=20", "--save=parts")
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    message = run("train_equinox.py", tmp_path, *TINY, "--layers=2", "--save=parts", code=1)
+    assert "train_equinox: --save=parts holds no run of this model" in message
+
+
+def test_the_equinox_twin_names_what_it_cannot_use(tmp_path):
+    message = run("train_equinox.py", tmp_path, *TINY, "--batch=12", code=1)
+    assert "--batch=12 cannot be shared out evenly over 8 devices" in message
