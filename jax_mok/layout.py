@@ -100,7 +100,10 @@ def _ring(config: MoEConfig, default_rows: int, worst_rows: int) -> tuple[int, i
         chunk_rows = _round_up(-(-wanted // chunks), TILE_ROWS)
         if config.ring_rows is not None and wanted % chunk_rows:
             chunk_rows = math.gcd(wanted, _DEFAULT_CHUNK_ROWS)
-    return chunk_rows, _round_up(wanted, chunk_rows)
+    ring_rows = _round_up(wanted, chunk_rows)
+    if ring_rows > _MAX_INT32:
+        ring_rows -= chunk_rows  # the rows past it take another wave
+    return chunk_rows, ring_rows
 
 
 def _round_up(value: int, multiple: int) -> int:
