@@ -139,9 +139,13 @@ void check_that_those_told_may_wait_for_each_other() {
 }
 
 void check_that_the_missing_are_named() {
-  constexpr Operation kOperations[] = {Operation::kPlan, Operation::kDispatch, Operation::kCombine,
-                                       Operation::kReverseCombine, Operation::kReverseDispatch};
-  for (const Operation operation : kOperations) {
+  constexpr std::pair<Operation, const char*> kOperations[] = {
+      {Operation::kPlan, "plan"},
+      {Operation::kDispatch, "dispatch"},
+      {Operation::kCombine, "combine"},
+      {Operation::kReverseCombine, "reverse combine"},
+      {Operation::kReverseDispatch, "reverse dispatch"}};
+  for (const auto& [operation, its_name] : kOperations) {
     const MeetingKey key = new_key();
     constexpr int kRanks = 6;
     Told told(kRanks);
@@ -164,7 +168,8 @@ void check_that_the_missing_are_named() {
     REQUIRE(fault.expected == kRanks && fault.seen == 4 && fault.device == -1);
     for (const int rank : {5, 2}) come(rank);
     for (const std::string& error : told.wait()) {
-      REQUIRE(names(error, std::string(name(operation)) + " waited 0.4 s for rank 2, 5 of 6"));
+      REQUIRE(
+          names(error, std::string("jax_mok: ") + its_name + " waited 0.4 s for rank 2, 5 of 6"));
       REQUIRE(names(error, "4 came"));
     }
     REQUIRE(tasks == 0);
