@@ -32,9 +32,14 @@ struct Failure {
 };
 
 void complete(std::shared_ptr<Meeting> meeting, const std::string& error) {
-  for (Done& done : meeting->done) {
-    if (done) {
-      run_on_worker([done = std::move(done), error] { done(error); });
+  for (const Done& done : meeting->done) {
+    if (!done) {
+      continue;
+    }
+    try {
+      run_on_worker([done, error] { done(error); });
+    } catch (const std::system_error&) {
+      done(error);  // there is not a single worker
     }
   }
 }
@@ -163,7 +168,9 @@ class Room {
       failed_[key] = {error, missing.size()};
       record_fault({FaultKind::kTimeout, meeting->first.operation, key.group, meeting->first.rank,
                     missing.front(), meeting->first.ranks, meeting->arrived});
+      lock.unlock();
       complete(meeting, error);
+      lock.lock();
     }
   }
 

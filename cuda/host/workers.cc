@@ -18,13 +18,14 @@ class Workers {
     std::fenv_t environment;
     std::fegetenv(&environment);
     const std::lock_guard lock(mutex_);
+    // First the worker: a task that nobody takes must not be left to a later one.
+    if (idle_ <= tasks_.size()) {
+      add_worker();
+    }
     tasks_.push([task = std::move(task), environment] {
       std::fesetenv(&environment);
       task();
     });
-    if (idle_ < tasks_.size()) {
-      add_worker();
-    }
     wake_.notify_one();
   }
 
