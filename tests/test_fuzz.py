@@ -172,7 +172,7 @@ OPERANDS = ("x", "expert_weights", "w_gate", "w_up", "w_down", "dy")
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@fuzz(max_examples=150)
+@fuzz(max_examples=300)
 @given(
     st.sampled_from(PROGRAMS),
     st.sampled_from(sorted(ROUTINGS)),
