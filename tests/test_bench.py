@@ -66,6 +66,18 @@ def test_directions_are_tried_on_cpu_devices_and_not_kept(tmp_path):
     assert not (tmp_path / "cache" / "jax_mok").exists()
 
 
+def test_training_steps_are_measured_beside_the_peers(tmp_path):
+    flags = ["--platform=cpu", "--rounds=2", "--layers=1", "--steps=2", "--json=f.json"]
+    finished = run("train", *flags, devices=2, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    layers = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
+    assert set(layers) == {"jax_mok", "without experts", "gathered", "padded all-to-all"}
+    ours, nothing = (layers[name]["first_losses"] for name in ("jax_mok", "without experts"))
+    assert layers["gathered"]["first_losses"] == pytest.approx(ours, rel=1e-2)
+    assert nothing != pytest.approx(ours, rel=1e-2)
+    assert layers["jax_mok"]["times_ours"] == 1.0
+
+
 def test_curves_are_measured_and_drawn(tmp_path):
     flags = ["--platform=cpu", "--rounds=2", "--json=f.json", "--plot=p.png"]
     finished = run("scaling", *flags, devices=2, cwd=tmp_path)

@@ -13,6 +13,7 @@ _MEASUREMENTS = {
     "link": "the link between two GPUs, and the layer with each move turned round",
     "peers": "the layer beside what one could write in JAX instead",
     "scaling": "the layer by tokens, experts, imbalance and ring, beside the bound",
+    "train": "training steps of a decoder with the layer, and with its peers",
 }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
@@ -26,10 +25,11 @@ from jax_mok.bench.peer_layers import grouped
 from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, drop_rate, places_of
 from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
-from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, Tiles, with_product
+from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_product
 from jax_mok.bench.peers_check import errors_of
 from jax_mok.bench.session import Session, expect_writable, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.tiles import best_tiles
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
@@ -129,7 +129,7 @@ def _peers(
     products: dict[str, tuple[GroupedProduct, float]] = {"lax": (grouped.lax_product, 2.0)}
     notes: dict[str, str] = {}
     if session.on_gpus:
-        tiles = _best_tiles(session, name, shape, operands)
+        tiles = best_tiles(session, name, shape, operands)
         products["mosaic"] = grouped.mosaic_product(tiles), 2.0
         products["lax"] = grouped.lax_product, 30.0
         notes["gathered, mosaic"] = "tiles {}x{}, {}".format(*tiles)
@@ -163,36 +163,6 @@ def _rooms(ids: np.ndarray, ranks: int, experts: int) -> tuple[int, int]:
         -(-int(most) // _ROOM_MULTIPLE) * _ROOM_MULTIPLE
         for most in (counts.sum(1).max(), counts.max())
     )
-
-
-def _best_tiles(session: Session, name: str, shape: Shape, operands: Operands) -> Tiles:
-    """Those with which the experts alone are fastest, for the balanced load."""
-    local = shape.experts_of(1)
-    x, *weights = (operands[i].addressable_shards[0].data for i in (0, 3, 4, 5))
-    rows = jnp.tile(x, (shape.top_k, 1))
-    sizes = jnp.full((local,), len(rows) // local, jnp.int32)
-    experts = grouped.Experts(*weights)
-    guess_s = shape.flops() / session.scale.flops_per_s
-    chains_of = {
-        tiles: Chain(functools.partial(_repeat_experts, tiles, rows, experts, sizes), guess_s)
-        for tiles in grouped.TILES
-        if not any(
-            width % (tiles.block_n * tiles.grid_block_n)
-            for width in (2 * shape.inner, shape.hidden)
-        )
-    }
-    watch = session.stopwatch(f"{name}, tiles", 1)
-    seconds = watch.burst({str(tiles): chain for tiles, chain in chains_of.items()})
-    return min(chains_of, key=lambda tiles: seconds[str(tiles)].median)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _repeat_experts(
-    tiles: Tiles, rows: jax.Array, experts: grouped.Experts, sizes: jax.Array, calls: int
-) -> jax.Array:
-    for _ in range(calls):
-        rows = grouped.apply_experts(grouped.mosaic_product(tiles), rows, experts, sizes)
-    return rows
 
 
 def _problem(peer: Peer, session: Session, operands: Operands) -> str:
