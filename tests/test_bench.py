@@ -105,7 +105,7 @@ def test_peers_are_measured_beside_the_layer(tmp_path, backward):
     flags = ["--platform=cpu", "--shapes=toy", "--rounds=2", "--json=f.json", "--plot=p.png"]
     finished = run("peers", *flags, f"--backward={backward}", devices=2, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "not measured: ragged all-to-all and the Mosaic kernels" in finished.stdout
+    assert "not measured: ragged all-to-all, the Mosaic kernels and torch" in finished.stdout
     peers = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
     assert set(peers) == {"jax_mok", "gathered, lax", "padded all-to-all, lax", "capacity"}
     assert peers["jax_mok"]["times_ours"] == 1.0

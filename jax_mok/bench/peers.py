@@ -7,6 +7,7 @@ is timed. Times are those of a burst, see `jax_mok.bench.layer`.
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jax_mok.bench.session
-from jax_mok.bench import chains
+from jax_mok.bench import chains, torch_peer
 from jax_mok.bench.chains import Chain, Operands
 from jax_mok.bench.peer_layers import grouped
 from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, drop_rate, places_of
@@ -38,6 +39,7 @@ flags.adopt_module_key_flags(jax_mok.bench.session)
 _PLOT = flags.DEFINE_string("plot", None, "also draw the times to this PNG")
 
 OURS = "jax_mok"
+_TORCH = "torch, all-to-all, grouped_mm"
 _CAPACITY_FACTOR = 1.25
 _ROOM_MULTIPLE = 128
 _TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
@@ -104,8 +106,16 @@ def measure(session: Session, left_out: list[str], name: str, shape: Shape) -> d
         repeated[peer_name] = Chain(run, layer_s * peer.slowness)
     seconds = session.stopwatch(name, 1).burst(repeated)
     product_rate = scale.product_flops / seconds["product"].median
+    if session.on_gpus and torch_peer.is_there():
+        try:
+            seconds[_TORCH] = torch_peer.measure(
+                shape, np.asarray(operands.ids), mesh.size, session.backward, session.rounds
+            )
+            notes[_TORCH] = "in processes of its own, ten calls a round"
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            left_out.append(f"{name}, {_TORCH}: {error}")
     figures = {}
-    for peer_name in peers:
+    for peer_name in (each for each in (*peers, _TORCH) if each in seconds):
         rate = session.flops(shape) / seconds[peer_name].median
         figures[peer_name] = {
             "layer_s": seconds[peer_name]._asdict(),
@@ -180,7 +190,7 @@ def _not_measured(session: Session) -> list[str]:
     if session.on_gpus:
         return []
     return [
-        "ragged all-to-all and the Mosaic kernels, which need GPUs",
+        "ragged all-to-all, the Mosaic kernels and torch, which need GPUs",
         "anything of use: sizes and repeats are too small for that on CPU devices",
     ]
 
