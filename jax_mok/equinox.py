@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import equinox as eqx
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError(
+        "jax_mok.equinox needs Equinox: run `pip install equinox`, or install the package with its "
+        "extra `equinox`"
+    ) from error
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

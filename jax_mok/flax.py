@@ -6,7 +6,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError(
+        "jax_mok.flax needs Flax: run `pip install flax`, or install the package with its extra "
+        "`flax`"
+    ) from error
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 

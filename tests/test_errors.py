@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import sys
 import time
 import types
 
@@ -330,3 +332,11 @@ def test_unsupported_jax_versions_are_refused(version):
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2), (0, 12, 9)])
 def test_supported_jax_versions_are_accepted(version):
     check_jax_version(version)
+
+
+@pytest.mark.parametrize(("module", "needs"), [("flax", "flax"), ("equinox", "equinox")])
+def test_a_module_without_its_library_names_the_extra(module, needs, monkeypatch):
+    monkeypatch.setitem(sys.modules, needs, None)
+    monkeypatch.delitem(sys.modules, f"jax_mok.{module}", raising=False)
+    with pytest.raises(ImportError, match=f"install the package with its extra `{needs}`"):
+        importlib.import_module(f"jax_mok.{module}")
