@@ -1,0 +1,190 @@
+"""OCP MXFP8: elements of 8 bits, and for every 32 of them along one axis a power of two.
+
+The format is that of "OCP Microscaling Formats (MX) Specification", version 1.0: elements E4M3
+(`jnp.float8_e4m3fn`: bias 7, no infinities, at most 448), scales E8M0 (a biased exponent, bias 127,
+255 is NaN). The specification leaves the choice of the scale to the implementation; here it is the
+least power of two with which no element of the block is beyond 448, and 2⁻¹²⁷ for a block of zeros:
+
+    exponent = max(⌈log₂(amax / 448)⌉, −127),  element = round(x / 2^exponent)
+
+to the nearest, ties to the even one. What is not finite becomes NaN, alone: the block's scale is
+that of its finite elements. Numbers below 2⁻¹²⁶ count as zeros, as on devices that flush them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_mok.errors import MoEInputError
+
+BLOCK = 32
+"""Elements along the contraction that share a scale."""
+
+_BIAS = 127  # of scales, and of float32
+_MANTISSA_BITS = 23
+_SIGN = 0x80000000
+_INFINITY = 0x7F800000
+# 448 is 1.75 · 2^8: an amax with a larger mantissa than 1.75 needs the next power of two.
+_LARGEST_EXPONENT = 8
+_LARGEST_MANTISSA = 0x600000
+_ELEMENT_BIAS, _ELEMENT_MANTISSA_BITS = 7, 3
+_ELEMENT_NAN = 0x7F
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["elements", "scales"], meta_fields=["axis"]
+)
+@dataclasses.dataclass(frozen=True)
+class MXArray:
+    """An array in MXFP8; a pytree, so it goes through `jit`, `device_put` and checkpoints.
+
+    Attributes:
+      elements: float8_e4m3fn, of the array's shape.
+      scales: uint8, biased exponents; of the array's shape, but along `axis` a 32nd of it.
+      axis: which axis has the blocks, counted from the end: −1 is the last one.
+    """
+
+    elements: jax.Array
+    scales: jax.Array
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.elements.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of elements and scales."""
+        return self.elements.nbytes + self.scales.nbytes
+
+    def check(self) -> None:
+        """Looks whether elements and scales belong together.
+
+        Raises:
+          MoEInputError: if they do not.
+        """
+        if self.elements.dtype != jnp.float8_e4m3fn:
+            raise MoEInputError(
+                f"MXArray.elements have dtype {self.elements.dtype}; MXFP8 has float8_e4m3fn here: "
+                "convert with jax_mok.quantize.quantize"
+            )
+        wanted = list(self.shape)
+        wanted[_axis(self.axis, len(wanted))] //= BLOCK
+        _check_length(self.shape, self.axis)
+        if self.scales.dtype != jnp.uint8 or list(self.scales.shape) != wanted:
+            raise MoEInputError(
+                f"MXArray.scales are {self.scales.dtype}{list(self.scales.shape)}; elements "
+                f"{list(self.shape)} in blocks of {BLOCK} along axis {self.axis} have "
+                f"uint8{wanted}"
+            )
+
+
+def quantize(x: ArrayLike, axis: int = -1) -> MXArray:
+    """To MXFP8, by the rule above.
+
+    Args:
+      x: of any float dtype up to float32; its length along the axis is a multiple of 32.
+      axis: the contraction of the product that x will be in.
+
+    Raises:
+      MoEInputError: for another length.
+    """
+    x = jnp.asarray(x).astype(jnp.float32)
+    _check_length(x.shape, axis)
+    place = _axis(axis, x.ndim)
+    blocks = jnp.moveaxis(x, place, -1).reshape(*_without(x.shape, place), -1, BLOCK)
+    bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
+    magnitudes = bits & ~jnp.uint32(_SIGN)
+    is_finite = magnitudes < _INFINITY
+    # Of floats that are not negative the bits have the same order.
+    largest = jnp.max(jnp.where(is_finite, magnitudes, 0), axis=-1)
+    scales = _scale_of(largest)
+    codes = jnp.where(is_finite, _round(blocks, scales[..., None]), _ELEMENT_NAN)
+    signs = (bits >> 24 & 0x80).astype(jnp.uint8)
+    elements = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8) | signs, jnp.float8_e4m3fn)
+    elements = jnp.moveaxis(elements.reshape(*_without(x.shape, place), -1), -1, place)
+    return MXArray(elements, jnp.moveaxis(scales, -1, place), place - x.ndim)
+
+
+def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+    """The array in bfloat16 or float32: exact, but for numbers below 2⁻¹²⁶, which are zeros.
+
+    Raises:
+      MoEInputError: if elements and scales do not belong together.
+    """
+    array.check()
+    place = _axis(array.axis, len(array.shape))
+    exponents = jnp.repeat(array.scales, BLOCK, axis=place).astype(jnp.int32) - _BIAS
+    # By two factors, of which each is a normal number.
+    half = exponents // 2
+    values = array.elements.astype(jnp.float32) * _power_of_two(half)
+    values = values * _power_of_two(exponents - half)
+    return jnp.where(exponents == 255 - _BIAS, jnp.nan, values).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rounded(x: jax.Array, axis: int = -1) -> jax.Array:
+    """x as MXFP8 has it, in x's dtype; its gradient is that of x itself (straight through)."""
+    return dequantize(quantize(x, axis), x.dtype)
+
+
+def _rounded_forward(x: jax.Array, axis: int) -> tuple[jax.Array, None]:
+    return rounded(x, axis), None
+
+
+def _rounded_backward(axis: int, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gradient,)
+
+
+rounded.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _scale_of(largest: jax.Array) -> jax.Array:
+    """uint8 biased exponents, of the bits of finite magnitudes."""
+    exponent = (largest >> _MANTISSA_BITS).astype(jnp.int32) - _LARGEST_EXPONENT
+    exponent += (largest & 0x7FFFFF) > _LARGEST_MANTISSA
+    return jnp.clip(exponent, 0, 254).astype(jnp.uint8)
+
+
+def _round(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """int32 codes of |values| / scale in E4M3."""
+    exponents = _BIAS - scales.astype(jnp.int32)
+    half = exponents // 2
+    scaled = jnp.abs(values) * _power_of_two(half) * _power_of_two(exponents - half)
+    bits = jax.lax.bitcast_convert_type(scaled, jnp.uint32)
+    exponent = (bits >> _MANTISSA_BITS).astype(jnp.int32) - _BIAS
+    exponent = jnp.maximum(exponent, 1 - _ELEMENT_BIAS)  # below it all steps are equal
+    steps = jnp.rint(scaled * _power_of_two(_ELEMENT_MANTISSA_BITS - exponent)).astype(jnp.int32)
+    # Codes go on from one exponent to the next, so a carry needs no care.
+    return ((exponent + _ELEMENT_BIAS - 1) << _ELEMENT_MANTISSA_BITS) + steps
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """float32, for exponents of normal numbers."""
+    bits = (exponent + _BIAS).astype(jnp.uint32) << _MANTISSA_BITS
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _axis(axis: int, dimensions: int) -> int:
+    if not -dimensions <= axis < dimensions:
+        raise MoEInputError(f"axis={axis} is none of the {dimensions} of the array")
+    return axis % dimensions
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _check_length(shape: tuple[int, ...], axis: int) -> None:
+    length = shape[_axis(axis, len(shape))]
+    if length % BLOCK:
+        raise MoEInputError(
+            f"shape {list(shape)} has {length} along axis {axis}; MXFP8 has blocks of {BLOCK} "
+            f"there: use a multiple of {BLOCK}"
+        )
