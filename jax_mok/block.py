@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ class BlockWeights(NamedTuple):
     down: jax.Array
     shared: Mapping[str, jax.Array] | None
 
-    def sizes(self, router: Router) -> tuple[int, int, int]:
-        """H, I and E.
+    def constructor_arguments(self, router: Router) -> dict[str, Any]:
+        """What a module's constructor takes for such weights, beside mesh and options.
 
         Raises:
           MoEInputError: if the router is none for these weights.
@@ -66,11 +66,14 @@ class BlockWeights(NamedTuple):
                 '[E], which may be zeros, and "softmax" None'
             )
         experts, hidden, inner = self.gate.shape
-        return hidden, inner, experts
-
-    def shared_inner(self) -> int:
-        """S; 0: there is no shared expert."""
-        return 0 if self.shared is None else self.shared["down"].shape[0]
+        return {
+            "hidden": hidden,
+            "inner": inner,
+            "experts": experts,
+            "router": router,
+            "shared_inner": 0 if self.shared is None else self.shared["down"].shape[0],
+            "param_dtype": self.gate.dtype,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,14 +136,11 @@ class MoE(eqx.Module):
         """
         make = functools.partial(
             cls,
-            *weights.sizes(router),
-            router,
+            **weights.constructor_arguments(router),
             mesh=mesh,
             axis_name=axis_name,
-            shared_inner=weights.shared_inner(),
             config=config,
             dtype=dtype,
-            param_dtype=weights.gate.dtype,
         )
         # Nothing is drawn: the weights may be all that fits.
         module: MoE = eqx.filter_eval_shape(lambda: make(key=jax.random.key(0)))

@@ -129,14 +129,11 @@ class MoE(nnx.Module):
         """
         make = functools.partial(
             cls,
-            *weights.sizes(router),
-            router,
+            **weights.constructor_arguments(router),
             mesh=mesh,
             axis_name=axis_name,
-            shared_inner=weights.shared_inner(),
             config=config,
             dtype=dtype,
-            param_dtype=weights.gate.dtype,
         )
         # Nothing is drawn: the weights may be all that fits.
         module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

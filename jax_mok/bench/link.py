@@ -28,6 +28,7 @@ from jax_mok.bench.chains import Chain
 from jax_mok.bench.link_moves import HOWS, WAYS, Link, Move
 from jax_mok.bench.session import Session, expect_writable, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
@@ -147,9 +148,7 @@ def _summary(name: str, seconds: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
         f"routes; median of {measured['rounds']} rounds ± half the interquartile range"
@@ -157,26 +156,18 @@ def _report(measured: dict[str, Any]) -> None:
     if measured["link"]:
         console.print(_rates_table(measured["link"]["rates"]))
         for way, each in measured["link"]["signal_s"].items():
-            spread = (each["high"] - each["low"]) / 2
-            console.print(
-                f"a signal by {way}: {each['median'] * 1e6:.2f} ± {spread * 1e6:.2f} µs one way"
-            )
+            console.print(f"a signal by {way}: {plus_minus(each, 1e6, '.2f')} µs one way")
     table = Table(
         title="forward and backward with one move turned round, and the default, ms", min_width=60
     )
     for column in ("shape", "default", *map(_turned_name, directions.MOVES)):
         table.add_column(column, justify="right", no_wrap=True)
     for name, seconds in measured["shapes"].items():
-        cells = [
-            f"{each['median'] * 1e3:.3f} ± {(each['high'] - each['low']) / 2 * 1e3:.3f}"
-            for each in seconds.values()
-        ]
-        table.add_row(name, *cells)
+        table.add_row(name, *map(plus_minus, seconds.values()))
     console.print(table)
     recommended = ", ".join(f"{move} {way}" for move, way in measured["recommended"].items())
     console.print(f"recommended: {recommended}")
-    for line in measured["not_measured"]:
-        console.print(f"not measured: {line}")
+    print_not_measured(console, measured)
 
 
 def _turned_name(move: str) -> str:

@@ -44,9 +44,15 @@ __device__ inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// A copy that has not come after some seconds will not: the kernel then ends as one that failed.
+constexpr long long kMostCycles = 1ll << 33;
+
 __device__ inline void wait_for(u64* barrier, u32 parity) {
   u32 done = 0;
-  while (done == 0) {
+  for (const long long begin = clock64(); done == 0;) {
+    if (clock64() - begin > kMostCycles) {
+      __trap();
+    }
     asm volatile(
         "{\n.reg .pred p;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"

@@ -28,8 +28,15 @@ from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_product
 from jax_mok.bench.peers_check import errors_of
-from jax_mok.bench.session import Session, expect_writable, measure_shapes, open_session
+from jax_mok.bench.session import (
+    NOTHING_OF_USE,
+    Session,
+    expect_writable,
+    measure_shapes,
+    open_session,
+)
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
@@ -191,7 +198,7 @@ def _not_measured(session: Session) -> list[str]:
         return []
     return [
         "ragged all-to-all, the Mosaic kernels and torch, which need GPUs",
-        "anything of use: sizes and repeats are too small for that on CPU devices",
+        NOTHING_OF_USE,
     ]
 
 
@@ -201,9 +208,7 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
         f"routes, {'forward and backward' if measured['backward'] else 'forward'}; "
@@ -215,16 +220,14 @@ def _report(measured: dict[str, Any]) -> None:
     for name, figures in measured["shapes"].items():
         for peer, row in figures.items():
             seconds = row["layer_s"]
-            spread = (seconds["high"] - seconds["low"]) / 2
             table.add_row(
                 name,
                 peer,
-                f"{seconds['median'] * 1e3:.3f} ± {spread * 1e3:.3f}",
+                plus_minus(seconds),
                 f"{row['tflops']:.0f}",
                 f"{row['share']:.3f}",
                 f"{row['times_ours']:.2f}",
                 row["note"],
             )
     console.print(table)
-    for line in measured["not_measured"]:
-        console.print(f"not measured: {line}")
+    print_not_measured(console, measured)

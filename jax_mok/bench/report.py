@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-_WIDTH_WITHOUT_TERMINAL = 140
+from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+
 _CAPTION = """\
 share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
 layer's time; plan: its kernels' share of it; weights: it over reading this GPU's experts once;
@@ -16,9 +16,7 @@ GiB: memory of a call beside its operands"""
 
 def report(measured: dict[str, Any]) -> None:
     """Prints what `jax_mok.bench.layer` has measured, as it writes it to --json."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
         f"routes, composition {measured['composition']}, "
@@ -37,9 +35,8 @@ def report(measured: dict[str, Any]) -> None:
     for name in ("link", "memory"):
         rate = measured[f"{name}_bytes_per_s"]
         if rate is not None:
-            console.print(f"{name}: {_plus_minus(rate, 1e-9, '.0f')} GB/s a GPU")
-    for line in measured["not_measured"]:
-        console.print(f"not measured: {line}")
+            console.print(f"{name}: {plus_minus(rate, 1e-9, '.0f')} GB/s a GPU")
+    print_not_measured(console, measured)
 
 
 def _passes(measured: dict[str, Any]) -> str:
@@ -59,7 +56,7 @@ def summary(name: str, modes: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        _plus_minus(row["layer_s"], 1e3, ".3f"),
+        plus_minus(row["layer_s"]),
         f"{row['tflops']:.0f}",
         f"{row['product_tflops']:.0f}",
         f"{row['share']:.3f}",
@@ -69,8 +66,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['over_reading_weights']:.2f}" if "over_reading_weights" in row else "",
         f"{row['memory_bytes'] / 2**30:.2f}" if "memory_bytes" in row else "",
     ]
-
-
-def _plus_minus(times: dict[str, float], unit: float, digits: str) -> str:
-    spread = (times["high"] - times["low"]) / 2
-    return f"{times['median'] * unit:{digits}} ± {spread * unit:{digits}}"

@@ -29,6 +29,7 @@ from jax_mok.bench.session import (
     open_session,
 )
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
 from jax_mok.config import TILE_ROWS, MoEConfig
 from jax_mok.faults import check
 from jax_mok.layout import make_layout
@@ -152,9 +153,7 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, "
         f"{'forward and backward' if measured['backward'] else 'forward'}; "
@@ -167,15 +166,13 @@ def _report(measured: dict[str, Any]) -> None:
         for what, points in figures.items():
             for point in points:
                 seconds, bound_s = point["layer_s"], point["bound_s"]
-                spread = (seconds["high"] - seconds["low"]) / 2
                 table.add_row(
                     name,
                     what,
                     f"{point['value']:g}",
-                    f"{seconds['median'] * 1e3:.3f} ± {spread * 1e3:.3f}",
+                    plus_minus(seconds),
                     "" if bound_s is None else f"{bound_s * 1e3:.3f}",
                     "" if bound_s is None else f"{bound_s / seconds['median']:.3f}",
                 )
     console.print(table)
-    for line in measured["not_measured"]:
-        console.print(f"not measured: {line}")
+    print_not_measured(console, measured)

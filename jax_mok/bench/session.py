@@ -21,6 +21,7 @@ from jax_mok.bench.stopwatch import Stopwatch
 from jax_mok.bench.timing import Times
 
 KNOWN = SHAPES | TOY
+NOTHING_OF_USE = "anything of use: sizes and repeats are too small for that on CPU devices"
 _PLATFORM = flags.DEFINE_enum(
     "platform", "cuda", ["cuda", "cpu"], "cpu only tries the measurement, at toy size"
 )
@@ -149,7 +150,7 @@ class Session:
                 "link and memory rates, which CPU devices do not have to themselves, and so the "
                 "bound and the reading of weights; the plan and the memory of a call (GiB), which "
                 "are those of GPU kernels",
-                "anything of use: sizes and repeats are too small for that on CPU devices",
+                NOTHING_OF_USE,
             ]
         return ["the link, which one GPU has no use for"] if self.mesh.size == 1 else []
 

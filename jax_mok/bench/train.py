@@ -27,8 +27,9 @@ from jax_mok.bench.peer_layers import grouped
 from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_product
-from jax_mok.bench.session import Session, measure_shapes, open_session
+from jax_mok.bench.session import NOTHING_OF_USE, Session, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
+from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
 from jax_mok.bench.timing import Times, summarise
 from jax_mok.bench.train_model import Decoder, Programs
@@ -165,7 +166,7 @@ def _not_measured(session: Session) -> list[str]:
         return []
     return [
         "ragged all-to-all and the Mosaic kernels, which need GPUs",
-        "anything of use: sizes and repeats are too small for that on CPU devices",
+        NOTHING_OF_USE,
     ]
 
 
@@ -175,9 +176,7 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, a decoder of "
         f"{measured['layers']} layers, forward, backward and Adam; median of "
@@ -189,15 +188,13 @@ def _report(measured: dict[str, Any]) -> None:
     for name, figures in measured["shapes"].items():
         for layer, row in figures.items():
             seconds = row["step_s"]
-            spread = (seconds["high"] - seconds["low"]) / 2
             table.add_row(
                 name,
                 layer,
-                f"{seconds['median'] * 1e3:.2f} ± {spread * 1e3:.2f}",
+                plus_minus(seconds, digits=".2f"),
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['share_of_layer']:.1%}",
                 f"{row['times_ours']:.2f}",
             )
     console.print(table)
-    for line in measured["not_measured"]:
-        console.print(f"not measured: {line}")
+    print_not_measured(console, measured)

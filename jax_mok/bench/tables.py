@@ -1,0 +1,27 @@
+"""What the tables of all measurements have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+_WIDTH_WITHOUT_TERMINAL = 140
+
+
+def open_console() -> Console:
+    """Where tables are printed: wide enough for them if it is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
+def plus_minus(times: dict[str, float], unit: float = 1e3, digits: str = ".3f") -> str:
+    """The median of `Times` and half the interquartile range; by default in ms."""
+    spread = (times["high"] - times["low"]) / 2
+    return f"{times['median'] * unit:{digits}} ± {spread * unit:{digits}}"
+
+
+def print_not_measured(console: Console, measured: dict[str, Any]) -> None:
+    """What there is not on these devices, a line each."""
+    for line in measured["not_measured"]:
+        console.print(f"not measured: {line}")
