@@ -173,7 +173,7 @@ void launch_waves(const BackwardCall& call, const BackwardWorkspace& space,
     const auto multiply = [&](const char* what, const ItemRange* range, int index) {
       params.range = range;
       params.next_item = space.next_items + wave * kWaveLaunches + index;
-      launch(what, launch_backward(params, clusters, stream));
+      launch(what, launch_backward(params, Timeline{}, clusters, stream));
     };
     const BackwardRanges* const ranges = space.list.ranges + wave;
     multiply("replay", &ranges->replay, 0);
@@ -239,7 +239,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   if (sizes.composed) {
     launch_waves(call, space, params, places, device.backward_clusters, stream, launch);
   } else {
-    launch("backward", launch_backward(params, device.backward_clusters, stream));
+    launch("backward", launch_backward(params, device.timeline, device.backward_clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

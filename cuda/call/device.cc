@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -24,10 +25,16 @@ namespace {
 
 using namespace mok::sm90;
 
+constexpr uint32_t kTimelineCapacity = 4096;
+
 std::mutex mutex;
 std::map<int32_t, Device>& devices() {
   static auto* const all = new std::map<int32_t, Device>;
   return *all;
+}
+
+int64_t lanes_of(const Device& device) {
+  return int64_t{std::max(device.clusters, device.backward_clusters)} * kCluster * kTimelineRoles;
 }
 
 }  // namespace
@@ -81,6 +88,59 @@ bool can_reach(int32_t ordinal, int32_t peer) {
 Device device_of(int32_t ordinal) {
   const std::lock_guard lock(mutex);
   return devices()[ordinal];
+}
+
+std::string start_timeline(int32_t ordinal) {
+  const std::lock_guard lock(mutex);
+  if (!devices().contains(ordinal)) {
+    return "GPU " + std::to_string(ordinal) + " has run no call yet";
+  }
+  Device& device = devices()[ordinal];
+  Timeline& memory = device.timeline_memory;
+  cudaError_t error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess && memory.entries == nullptr) {
+    memory.capacity = kTimelineCapacity;
+    error =
+        cudaMalloc(reinterpret_cast<void**>(&memory.counts), sizeof(uint32_t) * lanes_of(device));
+    if (error == cudaSuccess) {
+      error = cudaMalloc(reinterpret_cast<void**>(&memory.entries),
+                         sizeof(TimelineEntry) * lanes_of(device) * memory.capacity);
+    }
+  }
+  if (error == cudaSuccess) {
+    error = cudaMemset(memory.counts, 0, sizeof(uint32_t) * lanes_of(device));
+  }
+  if (error != cudaSuccess) {
+    return std::string("a timeline: ") + cudaGetErrorString(error);
+  }
+  device.timeline = memory;
+  return "";
+}
+
+std::vector<TimelineRecord> take_timeline(int32_t ordinal) {
+  const std::lock_guard lock(mutex);
+  Device& device = devices()[ordinal];
+  const Timeline timeline = device.timeline;
+  device.timeline = {};
+  std::vector<TimelineRecord> records;
+  if (timeline.entries == nullptr || cudaSetDevice(ordinal) != cudaSuccess ||
+      cudaDeviceSynchronize() != cudaSuccess) {
+    return records;
+  }
+  std::vector<uint32_t> counts(lanes_of(device));
+  cudaMemcpy(counts.data(), timeline.counts, sizeof(uint32_t) * counts.size(),
+             cudaMemcpyDeviceToHost);
+  std::vector<TimelineEntry> entries(timeline.capacity);
+  for (int64_t lane = 0; lane < lanes_of(device); ++lane) {
+    const size_t count = std::min(counts[lane], timeline.capacity);
+    cudaMemcpy(entries.data(), timeline.entries + lane * timeline.capacity,
+               sizeof(TimelineEntry) * count, cudaMemcpyDeviceToHost);
+    for (size_t i = 0; i < count; ++i) {
+      records.push_back({entries[i], static_cast<int32_t>(lane / kTimelineRoles),
+                         static_cast<TimelineRole>(lane % kTimelineRoles)});
+    }
+  }
+  return records;
 }
 
 namespace {

@@ -120,7 +120,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   if (shape.composed) {
     launch_waves(shape, space, params, device.clusters, stream, launch);
   } else {
-    launch("forward", launch_forward(params, device.clusters, stream));
+    launch("forward", launch_forward(params, device.timeline, device.clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

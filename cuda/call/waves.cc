@@ -12,7 +12,7 @@ void launch_waves(const ForwardShape& shape, const Workspace& space, const Forwa
   const auto multiply = [&](const char* what, const ItemRange* range, uint32_t* next_item) {
     params.range = range;
     params.next_item = next_item;
-    launch(what, launch_forward(params, clusters, stream));
+    launch(what, launch_forward(params, Timeline{}, clusters, stream));
   };
   for (int32_t index = 0; index < space.list.wave_count; ++index) {
     const Wave* const wave = space.list.waves + index;

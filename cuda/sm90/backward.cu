@@ -8,14 +8,15 @@
 namespace mok::sm90 {
 namespace {
 
+template <typename AnyParams>
 struct BackwardRoles {
-  using Params = BackwardParams;
-  using Scheduler = BackwardScheduler;
+  using Params = AnyParams;
+  using Scheduler = BackwardScheduler<Params>;
   using Loader = BackwardLoader;
-  using Multiplier = BackwardMultiplier;
+  using Multiplier = BackwardMultiplier<Params>;
 
   // The output's gradient first: it is needed first.
-  __device__ static void pull(const BackwardParams& params, int warp, int warps) {
+  __device__ static void pull(const Params& params, int warp, int warps) {
     if (*params.skip != 0) {
       return;
     }
@@ -34,10 +35,15 @@ struct BackwardRoles {
 
 }  // namespace
 
-cudaError_t prepare_backward(int* clusters) { return prepare<BackwardRoles>(clusters); }
+cudaError_t prepare_backward(int* clusters) {
+  return prepare<BackwardRoles<BackwardParams>, BackwardRoles<RecordedBackwardParams>>(clusters);
+}
 
-cudaError_t launch_backward(const BackwardParams& params, int clusters, cudaStream_t stream) {
-  return launch<BackwardRoles>(params, clusters, stream);
+cudaError_t launch_backward(const BackwardParams& params, const Timeline& timeline, int clusters,
+                            cudaStream_t stream) {
+  return timeline.entries == nullptr
+             ? launch<BackwardRoles<BackwardParams>>(params, clusters, stream)
+             : launch<BackwardRoles<RecordedBackwardParams>>({params, timeline}, clusters, stream);
 }
 
 }  // namespace mok::sm90

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/timeline.h"
 #include "sm90/backward_work.h"
 #include "sm90/forward.h"
 
@@ -93,9 +94,20 @@ struct BackwardParams {
   BackwardShape shape;
   Clamp clamp;
   uint64_t timeout_ns;
+
+  static constexpr bool kRecords = false;
+};
+
+// Of the kernel that keeps a timeline.
+struct RecordedBackwardParams : BackwardParams {
+  Timeline timeline;
+
+  static constexpr bool kRecords = true;
 };
 
 cudaError_t prepare_backward(int* clusters);
-cudaError_t launch_backward(const BackwardParams& params, int clusters, cudaStream_t stream);
+// Keeps a timeline if `timeline` has entries.
+cudaError_t launch_backward(const BackwardParams& params, const Timeline& timeline, int clusters,
+                            cudaStream_t stream);
 
 }  // namespace mok::sm90

@@ -10,12 +10,31 @@
 // rings, the rows of the input's gradient, the weights' gradients.
 namespace mok::sm90 {
 
-class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardParams> {
+template <typename Params>
+class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Params> {
+  using Base = MultiplierBase<BackwardMultiplier<Params>, Params>;
+  using Base::announce;
+  using Base::announce_later;
+  using Base::await;
+  using Base::block_;
+  using Base::cursor_;
+  using Base::half_;
+  using Base::lane_;
+  using Base::params_;
+  using Base::perform_items;
+  using Base::push;
+  using Base::read_homes;
+  using Base::record_products;
+  using Base::shared_;
+  using Base::staging;
+  using Base::tile_of;
+  using Base::warp_;
+  using Base::watch_;
+
  public:
-  __device__ BackwardMultiplier(const BackwardParams& params, SharedStorage& shared,
-                                int block_in_cluster, int half)
-      : MultiplierBase(params, shared, block_in_cluster, half),
-        blocks_(params.inner / kPanelColumns) {}
+  __device__ BackwardMultiplier(const Params& params, SharedStorage& shared, int block_in_cluster,
+                                int half)
+      : Base(params, shared, block_in_cluster, half), blocks_(params.inner / kPanelColumns) {}
 
   __device__ __forceinline__ void run() { perform_items(); }
 
@@ -32,11 +51,11 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
     }
     switch (product) {
       case BackwardProduct::kReplay:
-        multiply_tiles<Major::MN>(work, params_.hidden / kBlockDepth, accumulators);
+        this->template multiply_tiles<Major::MN>(work, params_.hidden / kBlockDepth, accumulators);
         keep_replayed(work, accumulators);
         break;
       case BackwardProduct::kHidden:
-        multiply_tiles<Major::K>(work, params_.hidden / kBlockDepth, accumulators);
+        this->template multiply_tiles<Major::K>(work, params_.hidden / kBlockDepth, accumulators);
         if (params_.clamp.is_finite()) {
           store_hidden_gradients<true>(work, accumulators);
         } else {
@@ -44,7 +63,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
         }
         break;
       case BackwardProduct::kInput: {
-        multiply_tiles<Major::K>(work, 2 * blocks_, accumulators);
+        this->template multiply_tiles<Major::K>(work, 2 * blocks_, accumulators);
         Element* rows[kStores];
         read_homes(work, assignment, rows);
         arrive_in_cluster(taken);
@@ -275,6 +294,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier, BackwardPar
                                                           end_tile - begin_tile, half_, 0,
                                                           accumulators, [&] { announce(); });
     }
+    record_products();
     if (!is_last) {
       keep_partial_sums(params_, place, block_of_expert(item, is_down), accumulators);
       return;

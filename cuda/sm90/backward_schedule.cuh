@@ -11,9 +11,19 @@ namespace mok::sm90 {
 // columns, or half of them for all.
 constexpr int kArrivalsPerColumn = kConsumerWarps;
 
-class BackwardScheduler : SchedulerBase<BackwardParams> {
+template <typename Params>
+class BackwardScheduler : SchedulerBase<Params> {
+  using Base = SchedulerBase<Params>;
+  using Base::await_tokens;
+  using Base::block_;
+  using Base::find_rows;
+  using Base::hand_out;
+  using Base::lane_;
+  using Base::params_;
+  using Base::watch_;
+
  public:
-  using SchedulerBase::SchedulerBase;
+  using Base::Base;
 
   __device__ void run() {
     const bool skips = *params_.fault != 0 || *params_.skip != 0;

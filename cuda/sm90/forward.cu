@@ -8,13 +8,14 @@
 namespace mok::sm90 {
 namespace {
 
+template <typename AnyParams>
 struct ForwardRoles {
-  using Params = ForwardParams;
-  using Scheduler = ForwardScheduler;
+  using Params = AnyParams;
+  using Scheduler = ForwardScheduler<Params>;
   using Loader = ForwardLoader;
-  using Multiplier = ForwardMultiplier;
+  using Multiplier = ForwardMultiplier<Params>;
 
-  __device__ static void pull(const ForwardParams& params, int warp, int warps) {
+  __device__ static void pull(const Params& params, int warp, int warps) {
     pull_tokens(params, warp, warps, [&](const char* base, int64_t from, int64_t to) {
       copy_row(reinterpret_cast<const Bits16*>(base + params.x_offset) + from, params.received + to,
                params.hidden);
@@ -24,10 +25,15 @@ struct ForwardRoles {
 
 }  // namespace
 
-cudaError_t prepare_forward(int* clusters) { return prepare<ForwardRoles>(clusters); }
+cudaError_t prepare_forward(int* clusters) {
+  return prepare<ForwardRoles<ForwardParams>, ForwardRoles<RecordedForwardParams>>(clusters);
+}
 
-cudaError_t launch_forward(const ForwardParams& params, int clusters, cudaStream_t stream) {
-  return launch<ForwardRoles>(params, clusters, stream);
+cudaError_t launch_forward(const ForwardParams& params, const Timeline& timeline, int clusters,
+                           cudaStream_t stream) {
+  return timeline.entries == nullptr
+             ? launch<ForwardRoles<ForwardParams>>(params, clusters, stream)
+             : launch<ForwardRoles<RecordedForwardParams>>({params, timeline}, clusters, stream);
 }
 
 }  // namespace mok::sm90

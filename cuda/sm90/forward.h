@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/timeline.h"
 #include "sm90/work.h"
 
 // dispatch, gate/up, SwiGLU, down and push to the home slots, in one persistent kernel. Without the
@@ -77,11 +78,22 @@ struct ForwardParams {
   int32_t down_columns;
   Clamp clamp;
   uint64_t timeout_ns;
+
+  static constexpr bool kRecords = false;
+};
+
+// Of the kernel that keeps a timeline.
+struct RecordedForwardParams : ForwardParams {
+  Timeline timeline;
+
+  static constexpr bool kRecords = true;
 };
 
 // Loads the kernel and finds how many clusters fit the device at once. Not for a captured stream.
 cudaError_t prepare_forward(int* clusters);
 
-cudaError_t launch_forward(const ForwardParams& params, int clusters, cudaStream_t stream);
+// Keeps a timeline if `timeline` has entries.
+cudaError_t launch_forward(const ForwardParams& params, const Timeline& timeline, int clusters,
+                           cudaStream_t stream);
 
 }  // namespace mok::sm90

@@ -7,9 +7,24 @@
 // of output rows.
 namespace mok::sm90 {
 
-class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams> {
+template <typename Params>
+class ForwardMultiplier : public MultiplierBase<ForwardMultiplier<Params>, Params> {
+  using Base = MultiplierBase<ForwardMultiplier<Params>, Params>;
+  using Base::announce;
+  using Base::announce_later;
+  using Base::block_;
+  using Base::half_;
+  using Base::lane_;
+  using Base::params_;
+  using Base::perform_items;
+  using Base::push;
+  using Base::read_homes;
+  using Base::staging;
+  using Base::tile_of;
+  using Base::warp_;
+
  public:
-  using MultiplierBase::MultiplierBase;
+  using Base::Base;
 
   __device__ __forceinline__ void run() { perform_items(); }
 
@@ -22,7 +37,7 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier, ForwardParams
       arrive_in_cluster(taken);
     }
     const int depth = is_down ? params_.inner : params_.hidden;
-    multiply_tiles<Major::MN>(work, depth / kBlockDepth, accumulators);
+    this->template multiply_tiles<Major::MN>(work, depth / kBlockDepth, accumulators);
     if (!is_down) {
       if (params_.clamp.is_finite()) {
         store_gate_up<true>(work, accumulators);

@@ -6,9 +6,19 @@
 // What the forward kernel's items wait for, and their rows.
 namespace mok::sm90 {
 
-class ForwardScheduler : SchedulerBase<ForwardParams> {
+template <typename Params>
+class ForwardScheduler : SchedulerBase<Params> {
+  using Base = SchedulerBase<Params>;
+  using Base::await_tokens;
+  using Base::block_;
+  using Base::find_rows;
+  using Base::hand_out;
+  using Base::lane_;
+  using Base::params_;
+  using Base::watch_;
+
  public:
-  using SchedulerBase::SchedulerBase;
+  using Base::Base;
 
   __device__ void run() {
     const ItemRange range = *params_.fault != 0 ? ItemRange{} : *params_.range;

@@ -8,6 +8,7 @@
 #include "sm90/multiply.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
+#include "sm90/record.cuh"
 
 // One of the two warpgroups that multiply: takes items as the scheduling warp hands them out, and
 // sends their products on.
@@ -45,8 +46,16 @@ class MultiplierBase {
       if (assignment.item.flags & WorkItem::kStopFlag) {
         break;
       }
+      if (is_recorder()) {
+        const BlockWork work = block_work(assignment.item, block_);
+        record_begin(params_, TimelineRole::kMultiply, work.tile, work.column_block,
+                     assignment.item.flags);
+      }
       static_cast<Multiplier*>(this)->perform(assignment, shared_.taken[cursor.index],
                                               accumulators);
+      if (is_recorder()) {
+        record_end(params_, TimelineRole::kMultiply);
+      }
       cursor.advance();
     }
     announce();
@@ -73,6 +82,14 @@ class MultiplierBase {
     } else {
       multiply<kBlockColumns / 2, Major::K, kMajorB, false>(shared_, cursor_, watch_, steps, 0,
                                                             half_, accumulators, meanwhile);
+    }
+    record_products();
+  }
+
+  // For the timeline: the results can leave now.
+  __device__ void record_products() const {
+    if (is_recorder()) {
+      record_middle(params_, TimelineRole::kMultiply);
     }
   }
 
@@ -152,6 +169,8 @@ class MultiplierBase {
   Watch watch_;
 
  private:
+  __device__ static bool is_recorder() { return threadIdx.x == kWarpgroup; }
+
   uint32_t* unannounced_ = nullptr;
   uint32_t unannounced_warps_ = 0;
 };

@@ -71,18 +71,23 @@ inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute* attribute, int clus
   return config;
 }
 
-// Loads the kernel and finds how many clusters fit the device at once.
-template <typename Roles>
+// Loads the kernels and finds how many clusters fit the device at once: as many of each.
+template <typename... Roles>
 cudaError_t prepare(int* clusters) {
-  const auto kernel = persistent_kernel<Roles>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
-  if (error != cudaSuccess) {
-    return error;
-  }
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = launch_config(&attribute, 1, nullptr);
-  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+  cudaError_t error = cudaSuccess;
+  const auto prepare_one = [&](auto kernel) {
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   sizeof(SharedStorage));
+    }
+    if (error == cudaSuccess) {
+      cudaLaunchAttribute attribute;
+      const cudaLaunchConfig_t config = launch_config(&attribute, 1, nullptr);
+      error = cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+    }
+  };
+  (prepare_one(persistent_kernel<Roles>), ...);
+  return error;
 }
 
 template <typename Roles>

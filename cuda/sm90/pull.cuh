@@ -4,6 +4,7 @@
 #include "device/warp.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
+#include "sm90/record.cuh"
 #include "sm90/rows.cuh"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
@@ -36,11 +37,15 @@ __device__ void pull_tokens(const Params& params, int warp, int warps, const Cop
       const int next = __ffs(left) - 1;
       const int32_t token = __shfl_sync(kAllLanes, own_token, next);
       const int32_t rank = token / params.tokens;
+      if (lane == next) {
+        record_begin(params, TimelineRole::kPull, static_cast<int32_t>(row / kTileRows), rank, 0);
+      }
       copy(params.bases[rank], int64_t{token - rank * params.tokens} * params.hidden,
            int64_t{token} * params.hidden);
       __syncwarp();
       if (lane == next) {
         add_release(params.pulled + row / kTileRows, 1);
+        record_end(params, TimelineRole::kPull);
       }
     }
   }

@@ -8,6 +8,7 @@
 #include "sm90/forward.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
+#include "sm90/record.cuh"
 
 // The scheduling warp: claims the next item of the work list for its cluster, waits until whatever
 // the item reads is there, finds its rows, and hands it to those who load and multiply.
@@ -45,7 +46,14 @@ class SchedulerBase {
       WorkItem item{.flags = WorkItem::kStopFlag};
       if (index < range.end) {
         item = params_.items[index];
+        if (lane_ == 0) {
+          record_begin(params_, TimelineRole::kSchedule, item.first_tile, item.column_block,
+                       item.flags);
+        }
         prepare(item, assignment);
+        if (lane_ == 0) {
+          record_end(params_, TimelineRole::kSchedule);
+        }
       }
       if (lane_ == 0) {
         assignment.item = item;

@@ -2,6 +2,7 @@
 // and sizes.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include "call/backward.h"
 #include "call/device.h"
@@ -105,6 +106,11 @@ nb::list take_faults() {
   return list;
 }
 
+nb::bytes take_timeline_bytes(int32_t device) {
+  const std::vector<TimelineRecord> records = take_timeline(device);
+  return nb::bytes(records.data(), sizeof(TimelineRecord) * records.size());
+}
+
 bool plan_fits(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                int64_t chunk_rows) {
   return plan_call_fits({ranks, tokens, top_k, experts, tile_rows, chunk_rows});
@@ -113,6 +119,8 @@ bool plan_fits(int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, in
 NB_MODULE(_cuda, module) {
   module.def("registrations", &registrations);
   module.def("take_faults", &take_faults);
+  module.def("start_timeline", &start_timeline, nb::arg("device"));
+  module.def("take_timeline", &take_timeline_bytes, nb::arg("device"));
   module.def("launched_calls", &launched_calls);
   module.def("can_reach", &can_reach, nb::arg("device"), nb::arg("peer"));
   module.def("plan_fits", &plan_fits, nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"),

@@ -14,6 +14,7 @@ _MEASUREMENTS = {
     "peers": "the layer beside what one could write in JAX instead",
     "scaling": "the layer by tokens, experts, imbalance and ring, beside the bound",
     "train": "training steps of a decoder with the layer, and with its peers",
+    "timeline": "which SM of a GPU does what when inside the kernel",
 }
 
 
