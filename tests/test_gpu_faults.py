@@ -1,0 +1,116 @@
+"""A process per GPU, one of which dies, stops, comes late or does something else.
+
+The other is told which rank did not come, within the time-out, keeps its CUDA context, and gets
+right results once both have made the same calls again. Run with `pytest -m gpu`.
+"""
+
+import pathlib
+import signal
+import socket
+import time
+
+import pytest
+from gpu_harness import JOIN, require_gpus, start
+
+pytestmark = pytest.mark.gpu
+
+BOTH = """
+import os, pathlib, signal, time
+import gpu_harness, jax.numpy as jnp, numpy as np, pytest, test_gpu
+import jax_mok
+
+TIMEOUT_S = 3.0
+happens, folder = sys.argv[3], pathlib.Path(sys.argv[4])
+config = gpu_harness.MoEConfig(timeout_s=TIMEOUT_S)
+inputs, others = (test_gpu.draw("zipf", tokens=tokens) for tokens in (364, 412))
+mesh = gpu_harness.mesh_of(2)
+
+def run(inputs):
+    y = test_gpu.forward(2, config)(*test_gpu.on_gpus(inputs, mesh))
+    return np.asarray(y.addressable_data(0)).astype(np.float32)
+
+def meet(name):
+    (folder / f"{name}{process}").touch()
+    while not (folder / f"{name}{1 - process}").exists():
+        time.sleep(0.01)
+
+want, want_others = run(inputs), run(others)
+assert np.isfinite(want).all()
+meet("ready")
+"""
+
+# Makes the call alone, and the calls after it with rank 1 if that goes on.
+RANK_0 = """
+time.sleep(0.5)
+begin = time.monotonic()
+assert np.isnan(run(inputs)).all()
+told = "rank 0 waited in vain for rank 1 .*: epoch .*, seen .*;"
+with pytest.raises(jax_mok.MoETimeoutError, match=told):
+    jax_mok.check()
+assert time.monotonic() - begin < TIMEOUT_S + 2
+assert float(jnp.arange(5.0).sum()) == 10, "the context is of use"
+(folder / "told").touch()
+if happens in ("killed", "raising"):
+    os._exit(0)
+if happens == "elsewhere":
+    assert np.isnan(run(others)).all()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
+meet("again")
+for _ in range(3):
+    assert run(inputs).tobytes() == want.tobytes()
+    assert run(others).tobytes() == want_others.tobytes()
+jax_mok.check()
+os._exit(0)
+"""
+
+RANK_1 = """
+if happens == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if happens == "raising":
+    raise RuntimeError("on purpose")
+if happens == "elsewhere":
+    assert np.isnan(run(others)).all()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
+if happens == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if happens == "late":
+    time.sleep(2 * TIMEOUT_S)
+assert np.isnan(run(inputs)).all(), "rank 0 has given up"
+with pytest.raises(jax_mok.MoETimeoutError):
+    jax_mok.check()
+meet("again")
+for _ in range(3):
+    assert run(inputs).tobytes() == want.tobytes()
+    assert run(others).tobytes() == want_others.tobytes()
+jax_mok.check()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("happens", ["killed", "raising", "elsewhere", "stopped", "late"])
+def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.Path):
+    require_gpus(2)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    processes = [
+        start(JOIN + BOTH + (RANK_1 if process else RANK_0), port, process, happens, tmp_path)
+        for process in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 120
+        while happens == "stopped" and time.monotonic() < deadline:
+            if (tmp_path / "told").exists() or processes[0].poll() is not None:
+                processes[1].send_signal(signal.SIGCONT)
+                break
+            time.sleep(0.05)
+        output, _ = processes[0].communicate(timeout=120)
+        assert processes[0].returncode == 0, output
+        if happens not in ("killed", "raising"):
+            output, _ = processes[1].communicate(timeout=120)
+            assert processes[1].returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
