@@ -40,7 +40,11 @@ class Move(NamedTuple):
 
 
 class Link:
-    """Two GPUs that reach each other's memory."""
+    """Two GPUs that reach each other's memory.
+
+    Attributes:
+      sides: of each GPU its number, kernels, stream and buffers.
+    """
 
     def __init__(self, first: int, second: int) -> None:
         """Takes buffers on both.
@@ -55,7 +59,7 @@ class Link:
         import cupy
 
         self._cupy = cupy
-        self._sides: list[dict[str, Any]] = []
+        self.sides: list[dict[str, Any]] = []
         source = importlib.resources.files("jax_mok.bench").joinpath("link_kernels.cu").read_text()
         for gpu, peer in ((first, second), (second, first)):
             if not cupy.cuda.runtime.deviceCanAccessPeer(gpu, peer):
@@ -63,7 +67,7 @@ class Link:
             with cupy.cuda.Device(gpu):
                 _enable_peer(cupy, peer)
                 module = cupy.RawModule(code=source, options=("--std=c++17",))
-                self._sides.append(
+                self.sides.append(
                     {
                         "gpu": gpu,
                         "module": module,
@@ -77,12 +81,9 @@ class Link:
 
     def rate(self, move: Move, rounds: int) -> Times:
         """Bytes per second of each direction that is busy."""
-        rows = min(
-            _BUFFER_BYTES // move.row_bytes,
-            max(move.blocks, move.blocks * _BYTES_OF_BLOCK // move.row_bytes),
-        )
-        order = np.random.default_rng(0).permutation(_BUFFER_BYTES // move.row_bytes)[:rows]
-        active = self._sides if move.both_ways else self._sides[:1]
+        order = self.rows_of(move)
+        rows = len(order)
+        active = self.sides if move.both_ways else self.sides[:1]
         launches = []
         for side in active:
             peer = self._peer_of(side)
@@ -95,14 +96,21 @@ class Link:
         seconds = [self._seconds(move, launches) for _ in range(rounds + 1)][1:]
         return summarise([rows * move.row_bytes / s for s in seconds])
 
+    @staticmethod
+    def rows_of(move: Move) -> np.ndarray:
+        """The rows of the buffers that are moved, in their order."""
+        there_are = _BUFFER_BYTES // move.row_bytes
+        wanted = max(move.blocks, move.blocks * _BYTES_OF_BLOCK // move.row_bytes)
+        return np.random.default_rng(0).permutation(there_are)[:wanted]
+
     def signal(self, way: str, rounds: int) -> Times:
         """Seconds until a GPU sees a word that the other has written: there (push), or at home."""
-        first, second = self._sides
+        first, second = self.sides
         seconds = [self._signal_seconds(first, second, way) for _ in range(rounds + 1)][1:]
         return summarise(seconds)
 
     def _peer_of(self, side: dict[str, Any]) -> dict[str, Any]:
-        return self._sides[1] if side is self._sides[0] else self._sides[0]
+        return self.sides[1] if side is self.sides[0] else self.sides[0]
 
     def _seconds(self, move: Move, launches: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> float:
         events = []
