@@ -1,0 +1,115 @@
+"""Ten thousand calls in one process: right to the end, and nothing is left behind.
+
+Run with `pytest -m gpu`.
+"""
+
+import functools
+import gc
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_harness import MoEConfig, gpus, mesh_of, rank_counts
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import Inputs
+from test_gpu import draw
+
+import jax_mok
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 10_000
+ROUTES = 4  # of each program
+KINDS = ("zipf", "uniform", "one_expert", "all_masked")
+
+
+def two_layers(mesh: Mesh, config: jax_mok.MoEConfig):
+    """Two calls and a collective that has nothing to do with them; with gradients."""
+    layer = functools.partial(jax_mok.moe, mesh=mesh, axis_name="ep", config=config)
+
+    def loss(x, weights, ids, others):
+        y = layer(x, ids, *weights)
+        return jnp.sum(layer(y, others, *weights).astype(jnp.float32) ** 2) * 1e-3
+
+    @jax.jit
+    def step(x, weights, ids, others):
+        value, gradients = jax.value_and_grad(loss, (0, 1))(x, weights, ids, others)
+        beside = jax.shard_map(
+            lambda a: jax.lax.psum(a, "ep"), mesh=mesh, in_specs=P("ep"), out_specs=P()
+        )(jnp.ones((mesh.size, 8)))
+        return value, gradients, beside
+
+    return step
+
+
+def programs() -> list[functools.partial]:
+    """Calls without arguments, of all sizes and options; each gives the same bits always."""
+    calls = []
+    generator = random.Random(0)
+    for ranks, tokens in itertools.product(rank_counts(), (2, 130, 1000, 4096)):
+        mesh = mesh_of(ranks)
+        config = MoEConfig(
+            ring_rows=generator.choice([None, 256, 1024]),
+            chunk_rows=generator.choice([None, 64]),
+            saved_rows=generator.choice([None, 0, 640]),
+            dispatch=generator.choice(["pull", "push"]),
+            combine=generator.choice(["pull", "push"]),
+            reverse_combine=generator.choice(["pull", "push"]),
+            reverse_dispatch=generator.choice(["pull", "push"]),
+            composition=generator.choice(["auto", "auto", "composed"]),
+        )
+        step = two_layers(mesh, config)
+        split = NamedSharding(mesh, P("ep"))
+        drawn = [draw(KINDS[i % len(KINDS)], tokens=tokens) for i in range(ROUTES)]
+        first: Inputs = drawn[0]
+        x = jax.device_put(first.x, split)
+        weights = tuple(
+            jax.device_put(each, split)
+            for each in (first.expert_weights, first.w_gate, first.w_up, first.w_down)
+        )
+        ids = [jax.device_put(each.expert_ids, split) for each in drawn]
+        for one, other in zip(ids, ids[1:] + ids[:1], strict=True):
+            calls.append(functools.partial(step, x, weights, one, other))
+    return calls
+
+
+def bits(results) -> bytes:
+    return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(results))
+
+
+def memory_in_use() -> list[tuple[int, int]]:
+    """Bytes, of each GPU: all that is taken of it, and what JAX's arrays hold."""
+    import cupy
+
+    gc.collect()
+    used = []
+    for number, gpu in enumerate(gpus()):
+        with cupy.cuda.Device(number):
+            free, total = cupy.cuda.runtime.memGetInfo()
+        used.append((total - free, gpu.memory_stats()["bytes_in_use"]))
+    return used
+
+
+def test_ten_thousand_calls_are_right_and_leave_nothing_behind():
+    calls = programs()
+    want = [bits(call()) for call in calls]
+    for call in calls * 4:  # until XLA replays graphs
+        jax.block_until_ready(call())
+    before = memory_in_use()
+    choose = random.Random(1)
+    for number in range(CALLS // 2):  # of two layers each
+        index = choose.randrange(len(calls))
+        results = calls[index]()
+        if number % 50 == 0:
+            assert bits(results) == want[index]
+    jax.block_until_ready(results)
+    del results
+    jax_mok.check()
+    for (taken, held), (taken_before, held_before) in zip(memory_in_use(), before, strict=True):
+        assert held <= held_before
+        assert taken <= taken_before + 2**25  # XLA's pool may take one more block
+    assert [bits(call()) for call in calls] == want
