@@ -106,7 +106,7 @@ def test_peers_are_measured_beside_the_layer(tmp_path, backward):
     finished = run("peers", *flags, f"--backward={backward}", devices=2, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "not measured: ragged all-to-all, the Mosaic kernels and torch" in finished.stdout
-    peers = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
+    peers = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]["layers"]
     assert set(peers) == {"jax_mok", "gathered, lax", "padded all-to-all, lax", "capacity"}
     assert peers["jax_mok"]["times_ours"] == 1.0
     assert peers["capacity"]["note"].startswith("drops ")
@@ -171,6 +171,13 @@ def test_link_carries_a_token_once_to_a_rank_and_every_output_row_home():
     rows = 2 * 2 / 2
     assert bound.link_bytes(shape, routes, 2) == 2 * 10 * (unique_tokens + rows)
     assert bound.link_bytes(shape, np.stack([routes, routes]), 2) == 60
+    rates = {"flops_per_s": 1e3, "link_bytes_per_s": 1e2}
+    least = bound.bound_of(shape, routes, 2, backward=True, **rates)
+    assert least == (
+        3 * 6 * 2 * 2 * 10 * 5 / 4 / 1e3,
+        2 * 10 * (3 * unique_tokens + 2 * rows) / 1e2,
+    )
+    assert least.seconds == least.link_s
 
 
 def test_one_gpu_has_no_link_and_reads_all_its_experts():

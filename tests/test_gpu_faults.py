@@ -15,18 +15,22 @@ from gpu_harness import JOIN, require_gpus, start
 pytestmark = pytest.mark.gpu
 
 BOTH = """
-import os, pathlib, signal, time
+import faulthandler, os, pathlib, signal, time
 import gpu_harness, jax.numpy as jnp, numpy as np, pytest, test_gpu
 import jax_mok
 
+faulthandler.dump_traceback_later(60, exit=True)
 TIMEOUT_S = 3.0
 happens, folder = sys.argv[3], pathlib.Path(sys.argv[4])
 config = gpu_harness.MoEConfig(timeout_s=TIMEOUT_S)
-inputs, others = (test_gpu.draw("zipf", tokens=tokens) for tokens in (364, 412))
 mesh = gpu_harness.mesh_of(2)
+# Once for all calls: to place them, JAX asks the other process whether it has the same.
+inputs, others = (
+    test_gpu.on_gpus(test_gpu.draw("zipf", tokens=tokens), mesh) for tokens in (364, 412)
+)
 
-def run(inputs):
-    y = test_gpu.forward(2, config)(*test_gpu.on_gpus(inputs, mesh))
+def run(operands):
+    y = test_gpu.forward(2, config)(*operands)
     return np.asarray(y.addressable_data(0)).astype(np.float32)
 
 def meet(name):

@@ -2,10 +2,11 @@
 
 With T tokens a GPU, K choices a token, widths H and I, n GPUs, bf16:
 
-    compute = 6·T·K·H·I / (cuBLAS's FLOP/s in the same mode)
+    compute = 6·T·K·H·I·B / (cuBLAS's FLOP/s in the same mode)
     link    = 2·H·(U + T·K·(n−1)/n) / (the link's bytes/s each way, both ways busy)
     bound   = max(compute, link)
 
+B is the load of the busiest GPU over that of a balanced one; the link's term is a mean over GPUs.
 With the backward pass three times the arithmetic; over the link x and dy go once more each, and the
 rows of dx back: 2·H·(3·U + 2·T·K·(n−1)/n).
 
@@ -15,11 +16,40 @@ the output rows of its own tokens' choices that went to peers; as much goes out.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jax_mok.bench.shapes import Shape
 
 _BYTES = 2  # of a bf16
+
+
+class Bound(NamedTuple):
+    """Seconds of the two terms; the link's is zero for one GPU."""
+
+    compute_s: float
+    link_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger."""
+        return max(self)
+
+
+def bound_of(
+    shape: Shape,
+    routes: np.ndarray,
+    gpus: int,
+    *,
+    backward: bool,
+    flops_per_s: float,
+    link_bytes_per_s: float | None,
+) -> Bound:
+    """The formula above, `routes` as for `link_bytes`; link_bytes_per_s None: there is no link."""
+    flops = (3 if backward else 1) * shape.flops() * busiest(shape, routes, gpus)
+    sent = link_bytes(shape, routes, gpus, backward=backward)
+    return Bound(flops / flops_per_s, sent / link_bytes_per_s if link_bytes_per_s else 0.0)
 
 
 def link_bytes(shape: Shape, routes: np.ndarray, gpus: int, *, backward: bool = False) -> float:

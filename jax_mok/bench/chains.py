@@ -174,26 +174,26 @@ def run_layer(
 
     def body(operands: Operands) -> tuple[jax.Array, ...]:
         x, all_ids, router_weights, *experts, _, _ = operands
-        zero = jnp.int32(0)
-        results: tuple[jax.Array, ...] = ()
-        for turn in range(calls):
-            ids = all_ids[turn % _TURNS] + zero
 
-            def one(
-                x: jax.Array, router_weights: jax.Array, *experts: jax.Array, ids: jax.Array = ids
-            ) -> jax.Array:
+        def call(turn: jax.Array | int, zero: jax.Array) -> tuple[jax.Array, ...]:
+            def one(x: jax.Array, router_weights: jax.Array, *experts: jax.Array) -> jax.Array:
+                ids = all_ids[turn % _TURNS] + zero
                 return layer(x, ids, router_weights, *experts, axis_name=AXIS)
 
-            if backward:
-                y, pullback = jax.vjp(one, x, router_weights, *experts)
-                results = y, *pullback(y)
-            else:
-                results = (one(x, router_weights, *experts),)
+            if not backward:
+                return (one(x, router_weights, *experts),)
+            y, pullback = jax.vjp(one, x, router_weights, *experts)
+            return y, *pullback(y)
+
+        def call_and_drop(turn: jax.Array, zero: jax.Array) -> jax.Array:
             # All of every result counts, or XLA would compute only what the next call depends on.
-            results = jax.lax.optimization_barrier(results)
+            results = jax.lax.optimization_barrier(call(turn, zero))
             corners = [(0 * result.ravel()[0]).astype(jnp.int32) for result in results]
-            zero = sum(corners, jnp.int32(0))
-        return results
+            return sum(corners, zero)
+
+        # A loop, because some layers take XLA seconds to compile, every time they occur. All but
+        # the last call, whose results it would have to copy.
+        return call(calls - 1, jax.lax.fori_loop(0, calls - 1, call_and_drop, jnp.int32(0)))
 
     return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS), check_vma=False)(
         operands

@@ -25,6 +25,7 @@ from rich.progress import Progress
 
 import jax_mok.bench.session
 from jax_mok.bench import bound, chains, kernels
+from jax_mok.bench.bound import Bound
 from jax_mok.bench.chains import Chain
 from jax_mok.bench.report import report, summary
 from jax_mok.bench.session import Rates, Session, measure_shapes, open_session
@@ -101,15 +102,10 @@ def measure(session: Session, rates: Rates, name: str, shape: Shape) -> dict[str
     product_s = scale.product_flops / scale.flops_per_s
     burst = stopwatch.burst({kind: repeat(kind, layer_s), "product": repeat("product", product_s)})
     sustained = stopwatch.sustained(run, kind, "product", (layer_s, product_s))
-    link_s = 0.0
-    if rates.link:
-        ids = np.asarray(operands.ids)
-        link_bytes = bound.link_bytes(shape, ids, mesh.size, backward=session.backward)
-        link_s = link_bytes / rates.link.median
-    figures = {
-        mode: _figures(session, shape, times[kind], times["product"], link_s)
-        for mode, times in (("burst", burst), ("sustained", sustained))
-    }
+    figures = {}
+    for mode, times in (("burst", burst), ("sustained", sustained)):
+        least = session.bound(shape, np.asarray(operands.ids), times["product"], rates)
+        figures[mode] = _figures(session, shape, times[kind], times["product"], least)
     if rates.memory:
         reading_s = bound.weight_bytes(shape) / rates.memory.median
         figures["burst"]["over_reading_weights"] = burst[kind].median / reading_s
@@ -151,20 +147,18 @@ def _plan_seconds(
 
 
 def _figures(
-    session: Session, shape: Shape, layer: Times, product: Times, link_s: float
+    session: Session, shape: Shape, layer: Times, product: Times, least: Bound | None
 ) -> dict[str, Any]:
-    layer_s, product_s = layer.median, product.median
-    flops, product_flops = session.flops(shape), session.scale.product_flops
-    compute_s = flops * product_s / product_flops
-    bound_s = max(compute_s, link_s) if session.on_gpus else None
+    rate = session.flops(shape) / layer.median
+    product_rate = session.scale.product_flops / product.median
     return {
         "layer_s": layer._asdict(),
         "product_s": product._asdict(),
-        "tflops": flops / layer_s / 1e12,
-        "product_tflops": product_flops / product_s / 1e12,
-        "share": compute_s / layer_s,
-        "compute_s": compute_s,
-        "link_s": link_s,
-        "bound_s": bound_s,
-        "share_of_bound": bound_s and bound_s / layer_s,
+        "tflops": rate / 1e12,
+        "product_tflops": product_rate / 1e12,
+        "share": rate / product_rate,
+        "compute_s": least and least.compute_s,
+        "link_s": least and least.link_s,
+        "bound_s": least and least.seconds,
+        "share_of_bound": least and least.seconds / layer.median,
     }

@@ -30,6 +30,7 @@ from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_produc
 from jax_mok.bench.peers_check import errors_of
 from jax_mok.bench.session import (
     NOTHING_OF_USE,
+    Rates,
     Session,
     expect_writable,
     measure_shapes,
@@ -77,15 +78,22 @@ def main(argv: Sequence[str]) -> None:
         session = open_session(argv, progress)
         left_out = _not_measured(session)
         measured: dict[str, Any] = {**session.description(), "not_measured": left_out}
-        measure_shapes(session, measured, functools.partial(measure, session, left_out), _summary)
+        run = functools.partial(measure, session, session.rates(), left_out)
+        measure_shapes(session, measured, run, _summary)
     check()
     _report(measured)
     if _PLOT.value:
         peers_plot.draw(Path(_PLOT.value), measured)
 
 
-def measure(session: Session, left_out: list[str], name: str, shape: Shape) -> dict[str, Any]:
-    """By peer: its seconds as median and quartiles, TFLOP/s, share of the plain product's speed.
+def measure(
+    session: Session, rates: Rates, left_out: list[str], name: str, shape: Shape
+) -> dict[str, Any]:
+    """The figures of one shape, per GPU.
+
+    Returns:
+      "layers": by name, seconds as median and quartiles, TFLOP/s, share of the plain product's
+      speed. "bound_s" and "bound_share": what no layer can beat, None on CPU devices.
 
     Peers that fail or are wrong are told to `left_out` instead.
 
@@ -121,6 +129,7 @@ def measure(session: Session, left_out: list[str], name: str, shape: Shape) -> d
             notes[_TORCH] = "in processes of its own, ten calls a round"
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             left_out.append(f"{name}, {_TORCH}: {error}")
+    least = session.bound(shape, np.asarray(operands.ids), seconds["product"], rates)
     figures = {}
     for peer_name in (each for each in (*peers, _TORCH) if each in seconds):
         rate = session.flops(shape) / seconds[peer_name].median
@@ -131,7 +140,11 @@ def measure(session: Session, left_out: list[str], name: str, shape: Shape) -> d
             "times_ours": seconds[peer_name].median / seconds[OURS].median,
             "note": notes.get(peer_name, ""),
         }
-    return figures
+    return {
+        "layers": figures,
+        "bound_s": least and least.seconds,
+        "bound_share": least and session.flops(shape) / least.seconds / product_rate,
+    }
 
 
 def _peers(
@@ -203,7 +216,8 @@ def _not_measured(session: Session) -> list[str]:
 
 
 def _summary(name: str, figures: dict[str, Any]) -> str:
-    parts = [f"{peer} {row['layer_s']['median'] * 1e3:.3f} ms" for peer, row in figures.items()]
+    layers = figures["layers"].items()
+    parts = [f"{peer} {row['layer_s']['median'] * 1e3:.3f} ms" for peer, row in layers]
     return f"{name}: {', '.join(parts)}"
 
 
@@ -214,11 +228,14 @@ def _report(measured: dict[str, Any]) -> None:
         f"routes, {'forward and backward' if measured['backward'] else 'forward'}; "
         f"median of {measured['rounds']} rounds ± half the interquartile range"
     )
-    table = Table(caption=f"share: of {measured['product']}'s TFLOP/s", caption_justify="left")
+    table = Table(
+        caption=f"share: of {measured['product']}'s TFLOP/s; bound: see jax_mok.bench.bound",
+        caption_justify="left",
+    )
     for column in ("shape", "layer", "ms", "TFLOP/s", "share", "x ours", ""):
         table.add_column(column, justify="left" if column in ("layer", "") else "right")
     for name, figures in measured["shapes"].items():
-        for peer, row in figures.items():
+        for peer, row in figures["layers"].items():
             seconds = row["layer_s"]
             table.add_row(
                 name,
@@ -229,5 +246,9 @@ def _report(measured: dict[str, Any]) -> None:
                 f"{row['times_ours']:.2f}",
                 row["note"],
             )
+        if figures["bound_s"]:
+            bound_ms, share = f"{figures['bound_s'] * 1e3:.3f}", f"{figures['bound_share']:.3f}"
+            times_ours = figures["bound_s"] / figures["layers"][OURS]["layer_s"]["median"]
+            table.add_row(name, "bound", bound_ms, "", share, f"{times_ours:.2f}", "")
     console.print(table)
     print_not_measured(console, measured)

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jax_mok.bench.session
-from jax_mok.bench import bound, chains
+from jax_mok.bench import chains
 from jax_mok.bench.chains import Chain
 from jax_mok.bench.session import (
     Rates,
@@ -131,20 +131,13 @@ def _measure_point(session: Session, rates: Rates, name: str, point: Point) -> d
             ),
         }
     )
-    ids = np.asarray(operands.ids)
-    compute_s = (
-        session.flops(shape) * seconds["product"].median / scale.product_flops
-    ) * bound.busiest(shape, ids, mesh.size)
-    link_s = 0.0
-    if rates.link:
-        link_bytes = bound.link_bytes(shape, ids, mesh.size, backward=session.backward)
-        link_s = link_bytes / rates.link.median
+    least = session.bound(shape, np.asarray(operands.ids), seconds["product"], rates)
     return {
         "value": point.value,
         "layer_s": seconds["layer"]._asdict(),
-        "compute_s": compute_s,
-        "link_s": link_s,
-        "bound_s": max(compute_s, link_s) if session.on_gpus else None,
+        "compute_s": least and least.compute_s,
+        "link_s": least and least.link_s,
+        "bound_s": least and least.seconds,
     }
 
 

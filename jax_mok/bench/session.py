@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from rich.progress import Progress
 
 from jax_mok.bench import chains
+from jax_mok.bench.bound import Bound, bound_of
 from jax_mok.bench.routes import KINDS
 from jax_mok.bench.shapes import SHAPES, TOY, Shape
 from jax_mok.bench.stopwatch import Stopwatch
@@ -108,6 +109,29 @@ class Session:
     def flops(self, shape: Shape) -> int:
         """Of one GPU; a backward pass has twice the products of a forward pass."""
         return (3 if self.backward else 1) * shape.flops()
+
+    def bound(self, shape: Shape, routes: np.ndarray, product: Times, rates: Rates) -> Bound | None:
+        """What no layer can beat on these GPUs, with what the plain product took in the same mode.
+
+        Args:
+          shape: of the layer.
+          routes: int32 [turns, n·T, K].
+          product: seconds of it.
+          rates: as measured.
+
+        Returns:
+          None on CPU devices.
+        """
+        if not self.on_gpus:
+            return None
+        return bound_of(
+            shape,
+            routes,
+            self.mesh.size,
+            backward=self.backward,
+            flops_per_s=self.scale.product_flops / product.median,
+            link_bytes_per_s=rates.link and rates.link.median,
+        )
 
     def stopwatch(self, name: str, measurements: int) -> Stopwatch:
         """One whose rounds, of so many measurements, are shown under this name."""

@@ -35,10 +35,13 @@ def best_tiles(session: Session, name: str, shape: Shape, operands: Operands) ->
     return min(chains_of, key=lambda tiles: seconds[str(tiles)].median)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=0)
 def _repeat_experts(
     tiles: Tiles, rows: jax.Array, experts: grouped.Experts, sizes: jax.Array, calls: int
 ) -> jax.Array:
-    for _ in range(calls):
-        rows = grouped.apply_experts(grouped.mosaic_product(tiles), rows, experts, sizes)
-    return rows
+    """One program for all numbers of calls: these kernels take seconds to compile."""
+
+    def call(_: jax.Array, rows: jax.Array) -> jax.Array:
+        return grouped.apply_experts(grouped.mosaic_product(tiles), rows, experts, sizes)
+
+    return jax.lax.fori_loop(0, calls, call, rows)
