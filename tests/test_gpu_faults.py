@@ -1,4 +1,4 @@
-"""A process per GPU, one of which dies, stops, comes late or does something else.
+"""A process per GPU, one of which dies, stops or comes late.
 
 The other is told which rank did not come, within the time-out, keeps its CUDA context, and gets
 right results once both have made the same calls again. Run with `pytest -m gpu`.
@@ -56,10 +56,6 @@ assert float(jnp.arange(5.0).sum()) == 10, "the context is of use"
 (folder / "told").touch()
 if happens in ("killed", "raising"):
     os._exit(0)
-if happens == "elsewhere":
-    assert np.isnan(run(others)).all()
-    with pytest.raises(jax_mok.MoETimeoutError):
-        jax_mok.check()
 meet("again")
 for _ in range(3):
     assert run(inputs).tobytes() == want.tobytes()
@@ -73,10 +69,6 @@ if happens == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if happens == "raising":
     raise RuntimeError("on purpose")
-if happens == "elsewhere":
-    assert np.isnan(run(others)).all()
-    with pytest.raises(jax_mok.MoETimeoutError):
-        jax_mok.check()
 if happens == "stopped":
     os.kill(os.getpid(), signal.SIGSTOP)
 if happens == "late":
@@ -93,7 +85,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("happens", ["killed", "raising", "elsewhere", "stopped", "late"])
+@pytest.mark.parametrize("happens", ["killed", "raising", "stopped", "late"])
 def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.Path):
     require_gpus(2)
     with socket.socket() as sock:
@@ -118,3 +110,4 @@ def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.P
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
