@@ -48,6 +48,6 @@ def draw(path: Path, measured: dict[str, Any]) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GB/s of each busy direction")
     panels[0].set_ylim(0, None)
-    panels[1].legend(fontsize=7, frameon=False)
+    panels[1].legend(fontsize=7, frameon=False, handlelength=4)
     figure.savefig(path, dpi=150)
     plt.close(figure)
