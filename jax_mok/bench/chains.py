@@ -6,9 +6,11 @@ starting a program costs on the host drops out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,40 @@ class Chain(NamedTuple):
 
     run: Callable[[int], Any]
     guess_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """A chain's `run` whose programs can be compiled before they run, several at a time.
+
+    Attributes:
+      function: jitted; takes the operands, and as static arguments the options and the number of
+        calls.
+      operands: arrays.
+      options: hashable.
+    """
+
+    function: jax.stages.Wrapped
+    operands: tuple[Any, ...]
+    options: tuple[Any, ...]
+    _compiled: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
+
+    def compile(self, calls: int) -> jax.stages.Compiled:
+        """The program of so many calls."""
+        if calls not in self._compiled:
+            lowered = self.function.lower(*self.operands, *self.options, calls)
+            self._compiled[calls] = lowered.compile()
+        return self._compiled[calls]
+
+    def __call__(self, calls: int) -> Any:
+        """Runs it."""
+        return self.compile(calls)(*self.operands)
+
+
+def compile_side_by_side(jobs: Iterable[tuple[Programs, int]]) -> None:
+    """The programs of so many calls, each on a thread; errors come when they are needed."""
+    with ThreadPoolExecutor() as pool:
+        wait([pool.submit(programs.compile, calls) for programs, calls in jobs])
 
 
 class Operands(NamedTuple):

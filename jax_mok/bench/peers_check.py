@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jax_mok.bench import chains
 from jax_mok.bench.chains import Operands
 from jax_mok.reference import reference_moe
 
@@ -17,19 +15,17 @@ _SAMPLE = 64  # tokens of each rank
 
 
 def errors_of(
-    layer: Callable[..., jax.Array],
+    results: Sequence[jax.Array],
     operands: Operands,
-    mesh: Mesh,
-    backward: bool,
+    ranks: int,
     keeps: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Relative errors of a call with the first turn's routes, beside the plain layer.
 
     Args:
-      layer: as `jax_mok.moe_ffn`.
+      results: y, and if they are to be compared too the gradients for y as the output's gradient.
       operands: of the call.
-      mesh: the devices.
-      backward: whether to compare gradients too, with y as the output's gradient.
+      ranks: how many.
       keeps: bool [n·T, K], the choices that the layer does not drop; None: all.
 
     Returns:
@@ -40,18 +36,15 @@ def errors_of(
     ids = all_ids[0]
     if keeps is not None:
         router_weights = router_weights * keeps
-    ranks = mesh.size
     tokens, local = len(x) // ranks, len(experts[0]) // ranks
     some = np.concatenate(
         [np.arange(min(_SAMPLE, tokens)) + rank * tokens for rank in range(ranks)]
     )
-    results = chains.run_layer(operands, mesh, layer, backward, 1)
-
     y, pullback = jax.vjp(
         lambda x, weights: _plain(x, ids[some], weights, *experts), x[some], router_weights[some]
     )
     errors = {"outputs": _error(results[0][some], y)}
-    if not backward:
+    if len(results) == 1:
         return errors
     dy, dx, d_weights, *d_experts = results
     if keeps is not None:

@@ -34,14 +34,18 @@ class Stopwatch:
         """Rounds of one measurement, those included that are not counted."""
         return _WARM_UP + self.rounds
 
+    def counts(self, guess_s: float) -> tuple[int, int]:
+        """How many calls, of so many seconds, a burst's longer and shorter program make."""
+        many = max(2, round(self.burst_s / guess_s))
+        # A third of the calls, so that the shorter program runs in the same state of the chip.
+        return many, max(1, many // 3)
+
     def burst(self, repeated: Mapping[str, Chain]) -> dict[str, Times]:
         """Seconds of one call of each chain, after a pause."""
         programs: dict[tuple[str, int], Callable[[int], Any]] = {}
         counts = {}
         for name, chain in repeated.items():
-            many = max(2, round(self.burst_s / chain.guess_s))
-            # A third of the calls, so that the shorter program runs in the same state of the chip.
-            counts[name] = many, max(1, many // 3)
+            counts[name] = self.counts(chain.guess_s)
             for calls in counts[name]:
                 programs[name, calls] = _bind(chain.run, calls)
         seconds = time_rounds(
