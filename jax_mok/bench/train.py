@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -71,9 +72,11 @@ def measure(session: Session, name: str, shape: Shape) -> dict[str, Any]:
     decoder = (train_model.qwen3 if session.on_gpus else train_model.toy)(shape, _LAYERS.value)
     layers = _layers(session, name, shape)
     task = session.progress.add_task(name, total=len(layers) * (1 + session.rounds))
+    built = [train_model.build(decoder, session.mesh, layer) for layer in layers.values()]
+    with ThreadPoolExecutor() as pool:  # Pallas's kernels take seconds each
+        compiled = list(pool.map(Programs.compiled, built))
     figures: dict[str, Any] = {}
-    for layer_name, layer in layers.items():
-        programs = train_model.build(decoder, session.mesh, layer)
+    for layer_name, programs in zip(layers, compiled, strict=True):
         advance = functools.partial(session.progress.update, task, advance=1, refresh=True)
         losses, step_s = _train(session, decoder, programs, advance)
         figures[layer_name] = {
@@ -134,13 +137,11 @@ def _train(
     session: Session, decoder: Decoder, programs: Programs, advance: Any
 ) -> tuple[list[float], Times]:
     """The first losses, and seconds of a step."""
-    sequences = max(1, decoder.shape.tokens // decoder.length) * session.mesh.size
-    length = decoder.shape.tokens * session.mesh.size // sequences
     generator = np.random.default_rng(0)
 
     def tokens() -> jax.Array:
-        drawn = generator.integers(0, decoder.vocabulary, (sequences, length + 1))
-        return jax.device_put(drawn.astype(np.int32), programs.batch_sharding)
+        drawn = generator.integers(0, decoder.vocabulary, programs.tokens.shape)
+        return jax.device_put(drawn.astype(np.int32), programs.tokens.sharding)
 
     state = programs.init(0)
     losses = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -62,13 +61,19 @@ class Programs(NamedTuple):
 
     Attributes:
       init: seed -> state, on the mesh.
-      step: (state, tokens int32 [sequences, length + 1]) -> (state, loss); the state is donated.
-      batch_sharding: where tokens belong.
+      step: (state, tokens) -> (state, loss); the state is donated.
+      tokens: what a step takes, int32 [sequences, length + 1].
     """
 
-    init: Callable[[int], State]
-    step: Callable[[State, jax.Array], tuple[State, jax.Array]]
-    batch_sharding: NamedSharding
+    init: jax.stages.Wrapped
+    step: jax.stages.Wrapped | jax.stages.Compiled
+    tokens: jax.ShapeDtypeStruct
+
+    def compiled(self) -> Programs:
+        """The same, with its step compiled."""
+        assert isinstance(self.step, jax.stages.Wrapped)
+        lowered = self.step.lower(jax.eval_shape(self.init, 0), self.tokens)
+        return self._replace(step=lowered.compile())
 
 
 def build(decoder: Decoder, mesh: Mesh, layer: Layer) -> Programs:
@@ -95,6 +100,8 @@ def build(decoder: Decoder, mesh: Mesh, layer: Layer) -> Programs:
         lambda path, _: split if "['experts']" in jax.tree_util.keystr(path) else everywhere,
         jax.eval_shape(init, 0),
     )
+    sequences = max(1, decoder.shape.tokens // decoder.length) * mesh.size
+    length = decoder.shape.tokens * mesh.size // sequences
     return Programs(
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(
@@ -103,7 +110,7 @@ def build(decoder: Decoder, mesh: Mesh, layer: Layer) -> Programs:
             out_shardings=(shardings, everywhere),
             donate_argnums=0,
         ),
-        batch_sharding=split,
+        tokens=jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32, sharding=split),
     )
 
 
