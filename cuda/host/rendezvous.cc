@@ -1,7 +1,9 @@
 #include "host/rendezvous.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -27,6 +29,7 @@ struct Meeting {
 
 // A meeting that timed out, for those who come late.
 struct Failure {
+  MeetingKey key;
   std::string error;
   size_t absent;
 };
@@ -92,9 +95,9 @@ class Room {
   void join(const MeetingKey& key, const Attendance& attendance, std::shared_ptr<const void> seat,
             int tasks, const Work& work, Done done) {
     std::unique_lock lock(mutex_);
-    if (const auto late = failed_.find(key); late != failed_.end()) {
-      const std::string error = late->second.error;
-      if (--late->second.absent == 0) {
+    if (const auto late = std::ranges::find(failed_, key, &Failure::key); late != failed_.end()) {
+      const std::string error = late->error;
+      if (--late->absent == 0) {
         failed_.erase(late);
       }
       lock.unlock();
@@ -165,7 +168,10 @@ class Room {
       deadlines_.erase(next);
       const std::vector<int32_t> missing = missing_ranks(*meeting);
       const std::string error = describe_missing(*meeting, missing);
-      failed_[key] = {error, missing.size()};
+      if (failed_.size() == kFailuresKept) {
+        failed_.pop_front();
+      }
+      failed_.push_back({key, error, missing.size()});
       record_fault({FaultKind::kTimeout, meeting->first.operation, key.group, meeting->first.rank,
                     missing.front(), meeting->first.ranks, meeting->arrived});
       lock.unlock();
@@ -178,7 +184,7 @@ class Room {
   std::condition_variable earlier_deadline_;
   std::map<MeetingKey, std::shared_ptr<Meeting>> meetings_;
   std::map<std::pair<Clock::time_point, MeetingKey>, std::shared_ptr<Meeting>> deadlines_;
-  std::map<MeetingKey, Failure> failed_;
+  std::deque<Failure> failed_;  // the oldest first; nearly always there is none
   bool watching_ = false;
 };
 

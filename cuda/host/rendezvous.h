@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -36,6 +37,11 @@ using Done = std::function<void(const std::string& error)>;
 
 using Seats = std::span<const std::shared_ptr<const void>>;
 using Work = std::function<void(Seats seats, int task)>;
+
+// Time-outs that are remembered for ranks that come late, which then need not wait. A rank that
+// died comes to none of them, so the oldest is forgotten for another: whoever comes later still
+// waits for those who were there, in vain, and gets an error as well.
+constexpr size_t kFailuresKept = 256;
 
 // The last rank to come starts `tasks` parallel tasks. If somebody is missing when the time-out of
 // the first to come expires, a fault is recorded and those who came get an error, as does whoever

@@ -251,6 +251,26 @@ void check_that_a_long_wait_hides_no_short_one() {
   REQUIRE(take_faults().faults.size() == 1);
 }
 
+// Of many meetings to which a rank never came the oldest is forgotten, and no more than that: its
+// late rank waits and is told of its own time-out, that of the next of the one there was.
+void check_that_few_failures_are_kept() {
+  std::vector<MeetingKey> keys(kFailuresKept + 1);
+  std::ranges::generate(keys, new_key);
+  const auto come = [](const MeetingKey& key, int rank, Seconds timeout, Done done) {
+    meet(
+        key, {Operation::kPlan, rank, 2, timeout}, 0, 1, [](std::span<const int* const>, int) {},
+        std::move(done));
+  };
+  Told told(static_cast<int>(keys.size())), late(2);
+  for (size_t i = 0; i < keys.size(); ++i) come(keys[i], 0, 10ms, told.done(static_cast<int>(i)));
+  for (const std::string& error : told.wait()) REQUIRE(names(error, "waited 0.01 s for rank 1"));
+  for (const int i : {1, 0}) come(keys[i], 1, 20ms, late.done(i));
+  const std::vector<std::string> errors = late.wait();
+  REQUIRE(names(errors[0], "waited 0.02 s for rank 0"));
+  REQUIRE(names(errors[1], "waited 0.01 s for rank 1"));
+  take_faults();
+}
+
 void check_that_records_are_bounded() {
   constexpr int kFaults = 1000, kThreads = 4;
   run_ranks(kThreads, [](int rank) {
@@ -373,6 +393,7 @@ int main() {
   check_that_a_rank_that_comes_twice_is_refused();
   check_time_outs_that_race_with_arrivals();
   check_that_a_long_wait_hides_no_short_one();
+  check_that_few_failures_are_kept();
   check_that_records_are_bounded();
   check_calls_in_parallel();
   std::puts("meetings of ranks good");
