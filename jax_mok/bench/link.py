@@ -28,7 +28,7 @@ from jax_mok.bench.chains import Chain
 from jax_mok.bench.link_moves import HOWS, WAYS, Link, Move
 from jax_mok.bench.session import Session, expect_writable, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
-from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+from jax_mok.bench.tables import open_report, plus_minus, print_not_measured
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
@@ -148,11 +148,7 @@ def _summary(name: str, seconds: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = open_console()
-    console.print(
-        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
-        f"routes; median of {measured['rounds']} rounds ± half the interquartile range"
-    )
+    console = open_report(measured, f"{measured['routes']} routes")
     if measured["link"]:
         console.print(_rates_table(measured["link"]["rates"]))
         for way, each in measured["link"]["signal_s"].items():

@@ -37,7 +37,7 @@ from jax_mok.bench.session import (
     open_session,
 )
 from jax_mok.bench.shapes import Shape
-from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
@@ -234,12 +234,7 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = open_console()
-    console.print(
-        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
-        f"routes, {'forward and backward' if measured['backward'] else 'forward'}; "
-        f"median of {measured['rounds']} rounds ± half the interquartile range"
-    )
+    console = open_report(measured, f"{measured['routes']} routes, {passes_of(measured)}")
     table = Table(
         caption=f"share: of {measured['product']}'s TFLOP/s; bound: see jax_mok.bench.bound",
         caption_justify="left",

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from jax_mok.bench.peers import OURS
+from jax_mok.bench.tables import passes_of
 
 # Okabe and Ito's palette, told apart by the colour-blind.
 _OURS_COLOUR, _PEERS_COLOUR = "#0072B2", "#999999"
@@ -39,7 +40,7 @@ def draw(path: Path, measured: dict[str, Any]) -> None:
         panel.invert_yaxis()
         panel.set_title(name, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
-    passes = "forward and backward" if measured["backward"] else "forward"
+    passes = passes_of(measured)
     panels[-1, 0].set_xlabel(f"share of the speed of {measured['product']}, {passes}")
     widest = max(
         max([figures["bound_share"] or 0, *(row["share"] for row in figures["layers"].values())])

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
 
 _CAPTION = """\
 share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
@@ -16,13 +16,11 @@ GiB: memory of a call beside its operands"""
 
 def report(measured: dict[str, Any]) -> None:
     """Prints what `jax_mok.bench.layer` has measured, as it writes it to --json."""
-    console = open_console()
-    console.print(
-        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {measured['routes']} "
-        f"routes, composition {measured['composition']}, "
-        f"{_passes(measured)}; "
-        f"median of {measured['rounds']} rounds ± half the interquartile range"
-    )
+    what = f"{measured['routes']} routes, composition {measured['composition']}"
+    what += f", {passes_of(measured)}"
+    if measured["backward"]:
+        what += f", residuals {measured['residuals']}"
+    console = open_report(measured, what)
     table = Table(caption=_CAPTION, caption_justify="left")
     for column in ("shape", "mode", "ms", "TFLOP/s", measured["product"], "share"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -37,12 +35,6 @@ def report(measured: dict[str, Any]) -> None:
         if rate is not None:
             console.print(f"{name}: {plus_minus(rate, 1e-9, '.0f')} GB/s a GPU")
     print_not_measured(console, measured)
-
-
-def _passes(measured: dict[str, Any]) -> str:
-    if not measured["backward"]:
-        return "forward"
-    return f"forward and backward, residuals {measured['residuals']}"
 
 
 def summary(name: str, modes: dict[str, Any]) -> str:

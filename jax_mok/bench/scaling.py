@@ -29,7 +29,7 @@ from jax_mok.bench.session import (
     open_session,
 )
 from jax_mok.bench.shapes import Shape
-from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
 from jax_mok.config import TILE_ROWS, MoEConfig
 from jax_mok.faults import check
 from jax_mok.layout import make_layout
@@ -146,12 +146,7 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = open_console()
-    console.print(
-        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, "
-        f"{'forward and backward' if measured['backward'] else 'forward'}; "
-        f"median of {measured['rounds']} rounds ± half the interquartile range"
-    )
+    console = open_report(measured, passes_of(measured))
     table = Table(caption="bound: the larger of arithmetic and link", caption_justify="left")
     for column in ("shape", "varied", "value", "ms", "bound, ms", "of it"):
         table.add_column(column, justify="right", no_wrap=True)

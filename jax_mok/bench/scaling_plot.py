@@ -7,6 +7,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from jax_mok.bench.tables import passes_of
+
 # Okabe and Ito's palette, told apart by the colour-blind.
 _OURS_COLOUR, _BOUND_COLOUR = "#0072B2", "#D55E00"
 _LABELS = {
@@ -43,7 +45,7 @@ def draw(path: Path, measured: dict[str, Any]) -> None:
             panel.set_ylim(0, None)
             panel.set_xlabel(label)
             panel.spines[["top", "right"]].set_visible(False)
-        passes = "forward and backward" if measured["backward"] else "forward"
+        passes = passes_of(measured)
         panels[0].set_ylabel(f"{name}\n{passes}, ms")
     rows[0, 0].legend(frameon=False)
     figure.savefig(path, dpi=150)

@@ -9,10 +9,26 @@ from rich.console import Console
 _WIDTH_WITHOUT_TERMINAL = 140
 
 
-def open_console() -> Console:
-    """Where tables are printed: wide enough for them if it is a file."""
+def open_report(measured: dict[str, Any], what: str) -> Console:
+    """Where tables are printed, wide enough for them if it is a file; says first what they are of.
+
+    Args:
+      measured: a session's description, and what else it has.
+      what: of which calls.
+    """
     console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(
+        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {what}; "
+        f"median of {measured['rounds']} rounds ± half the interquartile range"
+    )
+    return console
+
+
+def passes_of(measured: dict[str, Any]) -> str:
+    """Which passes were measured."""
+    return "forward and backward" if measured["backward"] else "forward"
 
 
 def plus_minus(times: dict[str, float], unit: float = 1e3, digits: str = ".3f") -> str:

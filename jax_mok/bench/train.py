@@ -30,7 +30,7 @@ from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_product
 from jax_mok.bench.session import NOTHING_OF_USE, Session, measure_shapes, open_session
 from jax_mok.bench.shapes import Shape
-from jax_mok.bench.tables import open_console, plus_minus, print_not_measured
+from jax_mok.bench.tables import open_report, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
 from jax_mok.bench.timing import Times, summarise
 from jax_mok.bench.train_model import Decoder, Programs
@@ -177,12 +177,8 @@ def _summary(name: str, figures: dict[str, Any]) -> str:
 
 
 def _report(measured: dict[str, Any]) -> None:
-    console = open_console()
-    console.print(
-        f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, a decoder of "
-        f"{measured['layers']} layers, forward, backward and Adam; median of "
-        f"{measured['rounds']} rounds ± half the interquartile range"
-    )
+    what = f"a decoder of {measured['layers']} layers, forward, backward and Adam"
+    console = open_report(measured, what)
     table = Table()
     for column in ("experts", "layer", "ms a step", "tokens/s", "layer's share", "x ours"):
         table.add_column(column, justify="left" if column == "layer" else "right")
