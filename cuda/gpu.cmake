@@ -44,6 +44,11 @@ add_library(mok_cuda SHARED
   cuda/sm90/finish.cu cuda/sm90/forward.cu cuda/sm90/move_rows.cu cuda/sm90/plan.cu
   cuda/sm90/tensor_map.cc cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
 target_include_directories(mok_cuda PUBLIC cuda)
+option(JAX_MOK_INJECT_FAULTS "hooks in the GPU kernels by which tests commit faults" OFF)
+if(JAX_MOK_INJECT_FAULTS)
+  target_sources(mok_cuda PRIVATE cuda/call/inject.cc)
+  target_compile_definitions(mok_cuda PUBLIC JAX_MOK_INJECT_FAULTS)
+endif()
 target_include_directories(mok_cuda SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}" "${NCCL_INCLUDE_DIR}")
 target_compile_options(mok_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/inject.cuh"
 #include "link/arena.h"
 
 namespace mok {
@@ -77,6 +78,9 @@ struct Peers {
 
 __global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag flag) {
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+    if (inject::drops(Hook::kSetUpFlag, peer)) {
+      continue;
+    }
     volatile Flag* const to = reinterpret_cast<Flag*>(bases[peer] + layout.flags_offset()) + rank;
     to->failed = flag.failed;
     __threadfence_system();

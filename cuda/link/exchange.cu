@@ -1,4 +1,5 @@
 #include "device/clock.cuh"
+#include "device/inject.cuh"
 #include "device/load_kernels.h"
 #include "device/warp.cuh"
 #include "link/exchange.h"
@@ -69,7 +70,9 @@ __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layou
       const int32_t receiver = k < plan.top_k ? receiver_of(plan, rank, published, token, k) : -1;
       for (unsigned left = __ballot_sync(kAllLanes, receiver >= 0); left != 0; left &= left - 1) {
         const int32_t peer = __shfl_sync(kAllLanes, receiver, __ffs(left) - 1);
-        copy(bases[peer] + to, row, row_bytes, lane, kWarp);
+        if (!inject::warp_drops(Hook::kPushToken, peer)) {
+          copy(bases[peer] + to, row, row_bytes, lane, kWarp);
+        }
       }
     }
   }
@@ -82,8 +85,10 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
   for (int64_t i = thread; i < layout.choices; i += threads) {
     const int32_t word = published.words[i];
     for (int32_t peer = 0; peer < layout.ranks; ++peer) {
-      reinterpret_cast<int32_t*>(bases[peer] + layout.choices_offset())[rank * layout.choices + i] =
-          word;
+      if (!inject::drops(Hook::kPushChoices, peer)) {
+        reinterpret_cast<int32_t*>(bases[peer] +
+                                   layout.choices_offset())[rank * layout.choices + i] = word;
+      }
     }
   }
   const auto show_rows = [&](const void* rows, int64_t offset, bool are_pushed) {
@@ -107,6 +112,9 @@ __device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
 __device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint64_t Flag::* word,
                      uint64_t value) {
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+    if (inject::drops(Hook::kFlag, peer)) {
+      continue;
+    }
     uint64_t* const to = &(flags_of(bases[peer], layout)[rank].*word);
     asm volatile("fence.acq_rel.sys;" ::: "memory");
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");

@@ -1,3 +1,4 @@
+#include "device/inject.cuh"
 #include "device/load_kernels.h"
 #include "sm90/backward_moves.h"
 #include "sm90/each_row.cuh"
@@ -24,6 +25,9 @@ __device__ void for_each_row_of(const Call& call, const Move& move) {
 __device__ void dispatch(const BackwardParams& params, const DispatchedTokens& tokens, int32_t row,
                          int32_t slot) {
   const int32_t ring_rows = params.shape.work.ring_tiles * kTileRows;
+  if (tokens.received == nullptr) {
+    inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
+  }
   copy_row(token_of(params, tokens.own, tokens.received, tokens.offset, slot),
            place_in({tokens.ring, ring_rows}, row, params.hidden), params.hidden);
 }
@@ -41,7 +45,9 @@ __global__ void __launch_bounds__(kMoveThreads)
     combine_gradients_kernel(const __grid_constant__ Call call) {
   const BackwardParams& params = call.params;
   for_each_row_of(call, [&](int32_t row, int32_t slot) {
-    copy_row(place_in(params.outputs, row, params.hidden), home_of(params, slot), params.hidden);
+    if (!inject::warp_drops(Hook::kPushRow, slot / params.choices)) {
+      copy_row(place_in(params.outputs, row, params.hidden), home_of(params, slot), params.hidden);
+    }
   });
 }
 

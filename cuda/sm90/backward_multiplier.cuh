@@ -1,5 +1,6 @@
 #pragma once
 
+#include "device/inject.cuh"
 #include "sm90/backward.h"
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/multiplier.cuh"
@@ -248,6 +249,10 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
     const int in_tile = warp_ * kWarpRows + lane_;
     const int32_t slot = params_.row_source[tile * kTileRows + in_tile];
     if (slot < 0 || watch_.late) {
+      return;
+    }
+    const bool is_pushed = params_.d_weight_rows == nullptr;
+    if (is_pushed && inject::drops(Hook::kPushNumber, slot / params_.choices)) {
       return;
     }
     const int64_t row = ring_tile(tile) * kTileRows + in_tile;

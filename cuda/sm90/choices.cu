@@ -1,4 +1,5 @@
 #include "core/plan.h"
+#include "device/inject.cuh"
 #include "device/load_kernels.h"
 #include "sm90/choices.h"
 
@@ -10,6 +11,9 @@ constexpr int kThreads = 256;
 __device__ float number_of(const ChoicesParams& params, int64_t choice) {
   if (params.slots != nullptr) {
     return params.slots[choice];
+  }
+  if (params.bases != nullptr) {
+    inject::delays(Hook::kPullNumber, params.slot_rank[choice]);
   }
   const float* const rows = params.bases == nullptr
                                 ? params.rows

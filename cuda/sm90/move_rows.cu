@@ -1,3 +1,4 @@
+#include "device/inject.cuh"
 #include "device/load_kernels.h"
 #include "sm90/each_row.cuh"
 #include "sm90/move_rows.h"
@@ -9,6 +10,9 @@ namespace {
 __global__ void __launch_bounds__(kMoveThreads)
     dispatch_kernel(const __grid_constant__ ForwardParams params, const Wave* wave) {
   for_each_row(params.row_source, wave->first_tile, wave->end_tile, [&](int32_t row, int32_t slot) {
+    if (params.received == nullptr) {
+      inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
+    }
     copy_row(token_of(params, params.x, params.received, params.x_offset, slot),
              place_in(params.dispatched, row, params.hidden), params.hidden);
   });
@@ -17,7 +21,9 @@ __global__ void __launch_bounds__(kMoveThreads)
 __global__ void __launch_bounds__(kMoveThreads)
     combine_kernel(const __grid_constant__ ForwardParams params, const Wave* wave) {
   for_each_row(params.row_source, wave->first_tile, wave->end_tile, [&](int32_t row, int32_t slot) {
-    copy_row(place_in(params.outputs, row, params.hidden), home_of(params, slot), params.hidden);
+    if (!inject::warp_drops(Hook::kPushRow, slot / params.choices)) {
+      copy_row(place_in(params.outputs, row, params.hidden), home_of(params, slot), params.hidden);
+    }
   });
 }
 

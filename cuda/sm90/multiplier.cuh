@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "device/clock.cuh"
+#include "device/inject.cuh"
 #include "device/warp.cuh"
 #include "sm90/epilogue.cuh"
 #include "sm90/multiply.cuh"
@@ -116,6 +117,10 @@ class MultiplierBase {
     const int column =
         work.column_block * kBlockColumns + (two_tiles ? 0 : half_ * (kBlockColumns / 2));
     announce();
+    // A kernel that keeps a timeline lacks the registers.
+    if (!Params::kRecords && inject::warp_drops(Hook::kPushRow, receiver(work))) {
+      return;
+    }
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       const int panel_column = column + panel * kPanelColumns;
@@ -170,6 +175,16 @@ class MultiplierBase {
 
  private:
   __device__ static bool is_recorder() { return threadIdx.x == kWarpgroup; }
+
+  // The rank that gets one of the warp's rows, if they leave the kernel as pushes; a row a lane.
+  __device__ int32_t receiver(const BlockWork& work) const {
+    if (params_.outputs.rows != nullptr) {
+      return -1;
+    }
+    const int row = tile_of(work) * kTileRows + warp_ * kWarpRows + lane_ % kWarpRows;
+    const int32_t slot = params_.row_source[row];
+    return slot < 0 ? -1 : slot / params_.choices;
+  }
 
   uint32_t* unannounced_ = nullptr;
   uint32_t unannounced_warps_ = 0;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/plan.h"
+#include "device/inject.cuh"
 #include "device/warp.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
@@ -37,6 +38,9 @@ __device__ void pull_tokens(const Params& params, int warp, int warps, const Cop
       const int next = __ffs(left) - 1;
       const int32_t token = __shfl_sync(kAllLanes, own_token, next);
       const int32_t rank = token / params.tokens;
+      if (inject::warp_drops(Hook::kPullToken, rank)) {
+        continue;
+      }
       if (lane == next) {
         record_begin(params, TimelineRole::kPull, static_cast<int32_t>(row / kTileRows), rank, 0);
       }

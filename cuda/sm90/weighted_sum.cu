@@ -1,4 +1,5 @@
 #include "core/plan.h"
+#include "device/inject.cuh"
 #include "device/load_kernels.h"
 #include "sm90/bf16.cuh"
 #include "sm90/weighted_sum.h"
@@ -17,6 +18,7 @@ __device__ const uint4* row_of(const WeightedSumParams& params, int64_t choice, 
   if constexpr (kPulls) {
     begin = params.outputs;
     if (params.bases != nullptr) {
+      inject::delays(Hook::kPullRow, params.slot_rank[choice]);
       begin = params.bases[params.slot_rank[choice]] + params.outputs_offset;
     }
     row = params.slot_row[choice];

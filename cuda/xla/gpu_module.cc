@@ -8,6 +8,9 @@
 #include "call/device.h"
 #include "call/forward_workspace.h"
 #include "call/plan.h"
+#ifdef JAX_MOK_INJECT_FAULTS
+#include "call/inject.h"
+#endif
 #include "xla/gpu_handlers.h"
 #include "xla/python.h"
 
@@ -127,6 +130,19 @@ NB_MODULE(_cuda, module) {
              nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
   module.def("plan_workspace_bytes", &plan_workspace_bytes, nb::arg("ranks"), nb::arg("tokens"),
              nb::arg("top_k"), nb::arg("experts"), nb::arg("tile_rows"), nb::arg("chunk_rows"));
+#ifdef JAX_MOK_INJECT_FAULTS
+  module.def(
+      "start_injection",
+      [](int32_t device, int32_t rank, const std::string& hook, uint32_t first, uint32_t count,
+         uint64_t delay_ns, bool drops) {
+        return start_injection(
+            device, hook,
+            {.rank = rank, .first = first, .count = count, .delay_ns = delay_ns, .drops = drops});
+      },
+      nb::arg("device"), nb::arg("rank"), nb::arg("hook"), nb::arg("first"), nb::arg("count"),
+      nb::arg("delay_ns"), nb::arg("drops"));
+  module.def("end_injection", &end_injection, nb::arg("device"));
+#endif
   def_of_backward(module, "backward_arena_bytes", backward_arena_bytes);
   def_of_backward(module, "backward_workspace_bytes", backward_workspace_bytes);
   def_of_shape(module, "arena_bytes", arena_bytes);
