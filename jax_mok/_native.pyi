@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 class Fault(TypedDict):
-    kind: Literal["timeout", "expert_out_of_range", "kernel_timeout"]
+    kind: Literal["timeout", "expert_out_of_range", "kernel_timeout", "other_call"]
     operation: str
     group: int
     rank: int

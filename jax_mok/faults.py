@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from jax_mok import _native, ffi
-from jax_mok.errors import MoEInputError, MoETimeoutError
+from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError
 
 _MOST_LINES = 8
 
@@ -22,6 +22,7 @@ def check() -> None:
     Raises:
       MoETimeoutError: if a rank did not come within `MoEConfig.timeout_s`, or a GPU's kernel took
         longer.
+      MoEError: if ranks made different calls at the same time.
       MoEInputError: if expert ids were out of range.
     """
     faults, dropped = _native.take_faults()
@@ -34,12 +35,21 @@ def check() -> None:
     more = dropped + sum(n for n in list(times.values())[_MOST_LINES:])
     if more:
         lines = [*lines[:_MOST_LINES], f"and {more} more faults"]
-    timed_out = any(fault["kind"] != "expert_out_of_range" for fault in faults)
-    raise (MoETimeoutError if timed_out else MoEInputError)("\n".join(lines))
+    kinds = {fault["kind"] for fault in faults}
+    error: type[MoEError] = MoETimeoutError
+    if not kinds & {"timeout", "kernel_timeout"}:
+        error = MoEError if "other_call" in kinds else MoEInputError
+    raise error("\n".join(lines))
 
 
 def _describe(fault: _native.Fault) -> str:
     group = f" of group {fault['group']}" if fault["group"] else ""
+    if fault["kind"] == "other_call":
+        return (
+            f"rank {fault['rank']} came to a call, and rank {fault['peer']} to one of other sizes "
+            f"or directions: epoch {fault['expected']}, seen {fault['seen']}; their outputs "
+            "are NaN (of build_plan: empty). All ranks have to run the same program"
+        )
     if fault["operation"] == "meeting":
         late = fault["seen"] < fault["expected"]
         what = (

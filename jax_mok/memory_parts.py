@@ -35,7 +35,7 @@ def forward_arena(
 ) -> tuple[Part, ...]:
     """What ranks show each other in a forward pass."""
     return (
-        _part("flags", "16·n", 16 * n),
+        _part("flags", "24·n", 24 * n),
         _part("routes", "4·n·T·K", 4 * n * T * K),
         _part("x", "2·T·H", 2 * T * H)
         if config.dispatch == "pull"
@@ -108,7 +108,7 @@ def backward_arena(
     pushed = config.combine == config.reverse_dispatch == "push"
     rows, letters = (T * K, "T·K") if pushed else (M, "M")
     return (
-        _part("flags", "16·n", 16 * n),
+        _part("flags", "24·n", 24 * n),
         _part("routes, then router weights", "4·n·T·K", 4 * n * T * K),
         _part("x", "2·T·H", 2 * T * H)
         if config.dispatch == "pull"

@@ -323,6 +323,27 @@ def test_a_time_out_within_a_gpu_kernel_says_what_to_do(monkeypatch):
         jax_mok.check()
 
 
+def test_ranks_that_make_different_calls_are_named(monkeypatch):
+    fault = dict(
+        kind="other_call",
+        operation="meeting",
+        group=0,
+        rank=1,
+        peer=0,
+        expected=7,
+        seen=7,
+        device=0,
+    )
+    recorded = types.SimpleNamespace(take_faults=lambda: [fault])
+    monkeypatch.setattr(faults.ffi, "cuda", recorded)
+    message = (
+        "rank 1 came to a call, and rank 0 to one of other .*: epoch 7, seen 7; .* same program"
+    )
+    with pytest.raises(jax_mok.MoEError, match=message) as raised:
+        jax_mok.check()
+    assert not isinstance(raised.value, (jax_mok.MoETimeoutError, jax_mok.MoEInputError))
+
+
 @pytest.mark.parametrize("version", [(0, 10, 1), (0, 9, 0), (0, 13, 0), (1, 0, 0)])
 def test_unsupported_jax_versions_are_refused(version):
     with pytest.raises(ImportError, match=r"JAX 0.10.2 up to 0.12, found .*pip install"):

@@ -1,4 +1,4 @@
-"""A process per GPU, one of which dies, stops or comes late.
+"""A process per GPU, one of which dies, stops, comes late or does something else.
 
 The other is told which rank did not come, within the time-out, keeps its CUDA context, and gets
 right results once both have made the same calls again. Run with `pytest -m gpu`.
@@ -10,7 +10,7 @@ import socket
 import time
 
 import pytest
-from gpu_harness import JOIN, require_gpus, start
+from gpu_harness import JOIN, require_gpus, run_in_two_processes, start
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,10 @@ assert float(jnp.arange(5.0).sum()) == 10, "the context is of use"
 (folder / "told").touch()
 if happens in ("killed", "raising"):
     os._exit(0)
+if happens == "elsewhere":
+    assert np.isnan(run(others)).all()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
 """
 
 RANK_1 = """
@@ -63,6 +67,12 @@ if happens == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if happens == "raising":
     raise RuntimeError("on purpose")
+if happens == "elsewhere":
+    assert np.isnan(run(others)).all()
+    with pytest.raises(jax_mok.MoETimeoutError):
+        jax_mok.check()
+    while not (folder / "told").exists():
+        time.sleep(0.01)
 if happens == "stopped":
     os.kill(os.getpid(), signal.SIGSTOP)
 if happens == "late":
@@ -83,7 +93,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("happens", ["killed", "raising", "stopped", "late"])
+@pytest.mark.parametrize("happens", ["killed", "raising", "elsewhere", "stopped", "late"])
 def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.Path):
     require_gpus(2)
     with socket.socket() as sock:
@@ -109,3 +119,43 @@ def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.P
         for process in processes:
             process.kill()
             process.communicate()
+
+
+DIFFERENT = """
+import faulthandler
+import gpu_harness, numpy as np, pytest, test_gpu
+import jax_mok
+
+faulthandler.dump_traceback_later(60, exit=True)
+config = gpu_harness.MoEConfig(timeout_s=20.0)
+split = jax.NamedSharding(gpu_harness.mesh_of(2), jax.P("ep"))
+
+def draw(inner, experts):
+    inputs = test_gpu.draw("zipf", inner=inner, experts=experts)
+    # Not by device_put, which asks the other process whether it has the same.
+    return [jax.make_array_from_callback(a.shape, split, a.__getitem__) for a in inputs[:6]]
+
+same, own = draw(192, 8), draw(*((192, 12), (256, 8))[process])
+
+def run(operands):
+    y = test_gpu.forward(2, config)(*operands)
+    return np.asarray(y.addressable_data(0)).astype(np.float32)
+
+want = run(same)
+assert np.isfinite(want).all()
+assert np.isnan(run(own)).all()
+told = f"rank {process} came to a call, and rank {1 - process} to one of other"
+with pytest.raises(jax_mok.MoEError, match=told):
+    jax_mok.check()
+for _ in range(3):
+    assert run(same).tobytes() == want.tobytes()
+jax_mok.check()
+"""
+
+
+def test_calls_that_differ_in_what_memory_does_not_show_are_told_apart():
+    """As many bytes of tokens, choices and rows, so the calls meet."""
+    require_gpus(2)
+    # Else XLA's processes tune one program together.
+    flags = "--xla_gpu_shard_autotuning=false"
+    run_in_two_processes(DIFFERENT, within_s=120, XLA_FLAGS=flags)

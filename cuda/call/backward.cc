@@ -212,8 +212,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   count_launched_call();
   Launches launch;
   const auto meet = [&](const char* what, Meeting meeting) {
-    launch(what, barrier(*arena, layout, meeting, call.timeout_ns, space.kernel_failed,
-                         space.link_failed, device.record, stream));
+    launch(what, barrier(*arena, layout, meeting, sizes.signature(), call.timeout_ns,
+                         space.kernel_failed, space.link_failed, device.record, stream));
   };
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   if (sizes.pulls()) {
@@ -222,8 +222,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
   }
   if (arena != nullptr) {
-    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank, call.x,
-                                        call.dy, stream));
+    launch("publish", publish_gradients(*arena, layout, plan, sizes.signature(), call.weights,
+                                        call.slot_rank, call.x, call.dy, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("weights", cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                                       sizeof(float) * plan.ranks * plan.choices(),

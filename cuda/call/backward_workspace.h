@@ -7,6 +7,7 @@
 #include "call/export.h"
 #include "core/directions.h"
 #include "core/plan.h"
+#include "core/signature.h"
 #include "sm90/backward_list.h"
 
 // The memory that one backward call needs beside its operands and results: one XLA buffer, in
@@ -23,6 +24,9 @@ struct BackwardSizes {
   int64_t inner;
 
   ArenaLayout arena_layout() const { return gradient_arena(plan, directions, hidden); }
+  uint64_t signature() const {
+    return signature_of(CallKind::kBackward, plan, directions, hidden, inner);
+  }
   bool has_peers() const { return plan.ranks > 1; }
   // Whether the kernel pulls them. (The composed pass pulls row by row.)
   bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }

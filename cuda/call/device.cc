@@ -157,7 +157,8 @@ std::vector<Fault> take_gpu_faults() {
     CallRecord now;
     std::memcpy(&now, device.record, sizeof(now));
     if (now.link_timeouts != device.told.link_timeouts) {
-      faults.push_back({FaultKind::kTimeout, Operation::kMeeting, /*group=*/0, now.rank, now.peer,
+      faults.push_back({now.is_other_call ? FaultKind::kOtherCall : FaultKind::kTimeout,
+                        Operation::kMeeting, /*group=*/0, now.rank, now.peer,
                         static_cast<int64_t>(now.expected), static_cast<int64_t>(now.seen),
                         ordinal});
     }

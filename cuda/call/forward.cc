@@ -106,9 +106,11 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   const int32_t* routes = call.ids;
   if (arena != nullptr) {
-    launch("publish", publish(*arena, layout, shape.plan, call.ids, call.x, stream));
-    launch("entry barrier", barrier(*arena, layout, Meeting::kEntry, call.timeout_ns,
-                                    space.kernel_failed, space.link_failed, device.record, stream));
+    launch("publish",
+           publish(*arena, layout, shape.plan, shape.signature(), call.ids, call.x, stream));
+    launch("entry barrier",
+           barrier(*arena, layout, Meeting::kEntry, shape.signature(), call.timeout_ns,
+                   space.kernel_failed, space.link_failed, device.record, stream));
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     routes = space.routes;
   }
@@ -126,8 +128,9 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    launch("exit barrier", barrier(*arena, layout, Meeting::kExit, call.timeout_ns,
-                                   space.kernel_failed, space.link_failed, device.record, stream));
+    launch("exit barrier",
+           barrier(*arena, layout, Meeting::kExit, shape.signature(), call.timeout_ns,
+                   space.kernel_failed, space.link_failed, device.record, stream));
   }
   launch("weighted sum", weighted_sum({.slots = slots,
                                        .outputs = outputs,

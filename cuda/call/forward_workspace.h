@@ -6,6 +6,7 @@
 #include "call/export.h"
 #include "core/directions.h"
 #include "core/plan.h"
+#include "core/signature.h"
 #include "sm90/forward.h"
 #include "sm90/plan.h"
 #include "sm90/work_list.h"
@@ -26,6 +27,9 @@ struct ForwardShape {
   ArenaLayout arena_layout() const {
     return keeps_plan ? gradient_arena(plan, directions, hidden)
                       : forward_arena(plan, directions, hidden);
+  }
+  uint64_t signature() const {
+    return signature_of(CallKind::kForward, plan, directions, hidden, inner);
   }
   bool has_peers() const { return plan.ranks > 1; }
   // Whether the forward kernel pulls.

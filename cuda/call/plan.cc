@@ -4,6 +4,7 @@
 #include "call/launches.h"
 #include "call/parts.h"
 #include "call/peers.h"
+#include "core/signature.h"
 #include "link/exchange.h"
 #include "sm90/finish.h"
 #include "sm90/plan.h"
@@ -72,6 +73,7 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
     return "the workspace is too small";
   }
   CallRecord* const record = device_of(ordinal).record;
+  const uint64_t signature = signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0);
 
   count_launched_call();
   Launches launch;
@@ -80,10 +82,10 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
   int32_t rank = 0;
   if (arena != nullptr) {
     const auto meet = [&](const char* what, Meeting meeting) {
-      launch(what, barrier(*arena, layout, meeting, call.timeout_ns, space.kernel_failed,
+      launch(what, barrier(*arena, layout, meeting, signature, call.timeout_ns, space.kernel_failed,
                            space.link_failed, record, stream));
     };
-    launch("publish", publish(*arena, layout, shape, routes, /*x=*/nullptr, stream));
+    launch("publish", publish(*arena, layout, shape, signature, routes, /*x=*/nullptr, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it

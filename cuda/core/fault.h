@@ -5,7 +5,8 @@
 // What went wrong during a call, kept until the caller asks.
 namespace mok {
 
-enum class FaultKind : int32_t { kTimeout, kExpertOutOfRange, kKernelTimeout };
+// Python's names of them are in xla/python.h.
+enum class FaultKind : int32_t { kTimeout, kExpertOutOfRange, kKernelTimeout, kOtherCall };
 
 enum class Operation : int32_t {
   kPlan,

@@ -15,6 +15,7 @@ enum class Meeting { kEntry, kExit };
 struct Flag {
   uint64_t epoch;   // of the last barrier to which it has come
   uint64_t failed;  // of the last barrier that it has not passed
+  uint64_t call;    // the signature of its call, shown before the entry
 };
 
 // The epoch of the next barrier of a rank that has come to `last`.

@@ -18,7 +18,7 @@
 //                                            under a gradient the larger, for both passes
 //   numbers  as rows, without width  f32     the router weights' gradients, likewise
 //
-// bytes = 16·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) [+ likewise for dy] +
+// bytes = 24·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) [+ likewise for dy] +
 //         2·width·rows [+ 4·rows], each part rounded up to 256.
 namespace mok {
 

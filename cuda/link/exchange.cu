@@ -24,6 +24,7 @@ __device__ void copy(void* to, const void* from, int64_t bytes, int64_t thread, 
 
 // What a rank shows the others before a call.
 struct Published {
+  uint64_t call;          // its signature
   const int32_t* words;   // [tokens, top_k] for all: expert ids, or the bits of router weights
   const int32_t* ids;     // [tokens, top_k] expert ids; or, if they are null,
   const int32_t* owners;  // their ranks, kMaskedChoice for none
@@ -78,10 +79,17 @@ __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layou
   }
 }
 
+__device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
+  return reinterpret_cast<Flag*>(base + layout.flags_offset());
+}
+
 __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
                                Published published) {
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
+  for (int64_t peer = thread; peer < layout.ranks; peer += threads) {
+    flags_of(bases[peer], layout)[rank].call = published.call;
+  }
   for (int64_t i = thread; i < layout.choices; i += threads) {
     const int32_t word = published.words[i];
     for (int32_t peer = 0; peer < layout.ranks; ++peer) {
@@ -103,10 +111,6 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
   if (published.dy != nullptr) {
     show_rows(published.dy, layout.dy_offset(), layout.dy_is_pushed);
   }
-}
-
-__device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
-  return reinterpret_cast<Flag*>(base + layout.flags_offset());
 }
 
 __device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint64_t Flag::* word,
@@ -132,6 +136,9 @@ __device__ uint64_t look(const uint64_t* word) {
 // Epochs count barriers, passed or not, so all ranks give a call the same ones. A late rank finds
 // that others have failed in the call it comes to, so it fails without a wait and catches up.
 //
+// Ranks that make different calls find at the entry that the other's signature is not theirs, or,
+// if the other is already in a call after that, that it has failed: it has shown so before.
+//
 // A rank pushes output rows only after it has passed a call's entry and before it shows the next
 // one's. So nobody's slots change before it has come to the entry, done with those of the call
 // before; and what a late rank pushes has landed when the others pass the next entry.
@@ -146,9 +153,10 @@ __device__ uint64_t look(const uint64_t* word) {
 // call's tokens and routes alone. A late rank in whose kernel the tokens of a peer's next call
 // arrive finds at the exit that this peer has failed: the peer has shown it before it pushed them.
 __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, Meeting meeting,
-                               uint64_t* missed, uint64_t timeout_ns, const int32_t* kernel_failed,
-                               int32_t* failed, CallRecord* record) {
-  __shared__ int32_t missing;  // the lowest peer that has not come or has failed
+                               uint64_t call, uint64_t* missed, uint64_t timeout_ns,
+                               const int32_t* kernel_failed, int32_t* failed, CallRecord* record) {
+  __shared__ int32_t missing;    // the lowest peer that has not come or has failed
+  __shared__ int32_t elsewhere;  // and that has come to another call
   const Flag* const flags = flags_of(bases[rank], layout);
   const uint64_t last = flags[rank].epoch;
   const uint64_t now = next_epoch(meeting, last);
@@ -156,7 +164,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   const bool had_failed = *failed != 0 || *kernel_failed != 0;
   const uint64_t deadline = global_nanoseconds() + timeout_ns;
   if (threadIdx.x == 0) {
-    missing = layout.ranks;
+    missing = elsewhere = layout.ranks;
   }
   __syncthreads();
   if (had_failed) {  // shown first, so that nobody passes who sees this rank come
@@ -174,6 +182,8 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
     if (seen < now) {
       missed[peer] = seen;
       atomicMin(&missing, peer);
+    } else if (meeting == Meeting::kEntry && look(&flags[peer].call) != call) {
+      atomicMin(&elsewhere, peer);
     }
   }
   __syncthreads();
@@ -183,16 +193,18 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
     }
   }
   __syncthreads();
-  if (missing == layout.ranks) {
+  const bool is_other_call = elsewhere < layout.ranks;
+  if (missing == layout.ranks && !is_other_call) {
     return;
   }
   show(bases, rank, layout, &Flag::failed, now);
   if (threadIdx.x == 0) {
     *failed = 1;
     record->rank = rank;
-    record->peer = missing;
+    record->peer = is_other_call ? elsewhere : missing;
     record->expected = now;
-    record->seen = look(&flags[missing].epoch);
+    record->seen = look(&flags[record->peer].epoch);
+    record->is_other_call = is_other_call;
     __threadfence_system();
     atomicAdd_system(&record->link_timeouts, 1u);
   }
@@ -222,26 +234,27 @@ __global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64
 }  // namespace
 
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const void* x, cudaStream_t stream) {
-  const Published published{ids, ids, nullptr, x, nullptr};
+                    uint64_t call, const int32_t* ids, const void* x, cudaStream_t stream) {
+  const Published published{call, ids, ids, nullptr, x, nullptr};
   publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
                                                        published);
   return cudaGetLastError();
 }
 
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const int32_t* slot_rank, const void* x,
-                              const void* dy, cudaStream_t stream) {
-  const Published published{reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy};
+                              uint64_t call, const float* weights, const int32_t* slot_rank,
+                              const void* x, const void* dy, cudaStream_t stream) {
+  const Published published{call, reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x,
+                            dy};
   publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
                                                        published);
   return cudaGetLastError();
 }
 
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
+cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting, uint64_t call,
                     uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
                     CallRecord* record, cudaStream_t stream) {
-  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, meeting,
+  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, meeting, call,
                                                     arena.missed, timeout_ns, kernel_failed, failed,
                                                     record);
   return cudaGetLastError();
