@@ -173,7 +173,8 @@ def backward_workspace(
         ]
         parts += [_part(f"received {what}", "2·n·T·H", 2 * n * T * H) for what in pulled]
         if pulled:
-            parts.append(_part("tokens to pull of tiles", "12·M/64", 4 * tiles, 8 * tiles))
+            parts += [_part(f"pulled {what} of tiles", "4·M/64", 4 * tiles) for what in pulled]
+            parts.append(_part("tokens to pull of tiles", "8·M/64", 8 * tiles))
             parts.append(_part("first rows of tokens", "4·n·T", 4 * n * T))
     return tuple(parts)
 

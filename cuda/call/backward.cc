@@ -105,8 +105,6 @@ void fill_params(const BackwardCall& call, const BackwardWorkspace& space, const
   params.shape = sizes.shape();
   params.received_x = places.received_x;
   params.received_dy = places.received_dy;
-  params.pulls_x = sizes.pulls_x();
-  params.pulls_dy = sizes.pulls_dy();
   params.weights = arena == nullptr ? call.weights : space.weights;
   params.saved = call.saved;
   params.gradient_ring = gradient_ring(call, space);
@@ -133,7 +131,8 @@ void fill_params(const BackwardCall& call, const BackwardWorkspace& space, const
   params.tile_count = space.list.tile_count;
   params.waves = space.list.waves;
   params.to_pull = space.list.to_pull;
-  params.pulled = space.pulled;
+  params.x_pulled = space.x_pulled;
+  params.dy_pulled = space.dy_pulled;
   params.next_item = space.next_items;
   params.replayed = space.replayed;
   params.hidden_ready = space.hidden_ready;

@@ -85,7 +85,8 @@ BackwardWorkspace lay_out(const BackwardSizes& sizes, char* base) {
   space.replayed = parts.take<uint32_t>(tiles);
   space.hidden_ready = parts.take<uint32_t>(tiles);
   space.wave_done = parts.take<uint32_t>(waves);
-  space.pulled = sizes.pulls() ? parts.take<uint32_t>(tiles) : nullptr;
+  space.x_pulled = sizes.pulls_x() ? parts.take<uint32_t>(tiles) : nullptr;
+  space.dy_pulled = sizes.pulls_dy() ? parts.take<uint32_t>(tiles) : nullptr;
   space.list.to_pull = sizes.pulls() ? parts.take<uint64_t>(tiles) : nullptr;
   space.zero_bytes = parts.used() - zero_begin;
 

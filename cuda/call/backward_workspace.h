@@ -78,7 +78,8 @@ struct BackwardWorkspace {
   uint32_t* replayed;      // [tiles]
   uint32_t* hidden_ready;  // [tiles]
   uint32_t* wave_done;     // [waves]
-  uint32_t* pulled;        // [tiles]; only if the kernel pulls
+  uint32_t* x_pulled;      // [tiles]; only if the kernel pulls them
+  uint32_t* dy_pulled;
 
   int64_t bytes;
 };

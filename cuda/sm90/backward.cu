@@ -15,21 +15,19 @@ struct BackwardRoles {
   using Loader = BackwardLoader;
   using Multiplier = BackwardMultiplier<Params>;
 
-  // The output's gradient first: it is needed first.
+  // The output's gradients first, since only the weights' gradients need tokens; but a replay needs
+  // them before anything else.
   __device__ static void pull(const Params& params, int warp, int warps) {
     if (*params.skip != 0) {
       return;
     }
-    pull_tokens(params, warp, warps, [&](const char* base, int64_t from, int64_t to) {
-      if (params.pulls_dy) {
-        copy_row(reinterpret_cast<const Bits16*>(base + params.dy_offset) + from,
-                 params.received_dy + to, params.hidden);
-      }
-      if (params.pulls_x) {
-        copy_row(reinterpret_cast<const Bits16*>(base + params.x_offset) + from,
-                 params.received_x + to, params.hidden);
-      }
-    });
+    const bool x_is_first = params.waves[0].replays != 0;
+    for (int turn = 0; turn < 2; ++turn) {
+      const Pull pull = (turn == 0) == x_is_first
+                            ? Pull{params.x_offset, params.received_x, params.x_pulled}
+                            : Pull{params.dy_offset, params.received_dy, params.dy_pulled};
+      pull_tokens(params, pull, warp, warps);
+    }
   }
 };
 

@@ -36,10 +36,8 @@ struct BackwardParams {
   CUtensorMap d_up;
   CUtensorMap d_down;
 
-  Bits16* received_x;   // [ranks, tokens, hidden] the peers' tokens
-  Bits16* received_dy;  // likewise
-  int32_t pulls_x;      // whether this kernel pulls them
-  int32_t pulls_dy;
+  Bits16* received_x;    // [ranks, tokens, hidden] the peers' tokens
+  Bits16* received_dy;   // likewise
   const float* weights;  // [ranks, tokens, top_k] router weights of all ranks
   // Pre-activations as ForwardParams::saved. The gradient ring may begin where they do, and the
   // lower halves lie at their end, where nothing is then read: see BackwardSizes.
@@ -67,7 +65,8 @@ struct BackwardParams {
   const int32_t* tile_count;
   const BackwardWave* waves;
   const uint64_t* to_pull;  // [tiles] as ForwardParams::to_pull; null if nobody pulls
-  uint32_t* pulled;         // [tiles] tokens of which x and dy have been pulled
+  uint32_t* x_pulled;       // [tiles] tokens pulled for a tile's rows; null if nobody pulls
+  uint32_t* dy_pulled;      // likewise
   uint32_t* next_item;      // of the range, zero before
   uint32_t* replayed;       // [tiles] pieces of the tile's pre-activations
   uint32_t* hidden_ready;   // [tiles] pieces of the tile's gradients and weighted hidden rows

@@ -39,11 +39,11 @@ class BackwardScheduler : SchedulerBase<Params> {
     switch (product_of(item)) {
       case BackwardProduct::kReplay:
         find_tokens(work, assignment.rows, params_.x_rows);
-        await_tokens(work.tile + work.tiles);
+        await_tokens(params_.x_pulled, x_there_, work.tile + work.tiles);
         break;
       case BackwardProduct::kHidden:
         find_tokens(work, assignment.rows, params_.dy_rows);
-        await_tokens(work.tile + work.tiles);
+        await_tokens(params_.dy_pulled, dy_there_, work.tile + work.tiles);
         if (params_.waves[wave].replays) {
           await_tiles(params_.replayed, work.tile, work.tile + work.tiles,
                       params_.shape.replay_columns * kArrivalsPerColumn);
@@ -65,7 +65,8 @@ class BackwardScheduler : SchedulerBase<Params> {
           assignment.begin_tile = begin;
           assignment.end_tile = end;
         }
-        await_tokens(end);
+        await_tokens(params_.x_pulled, x_there_, end);
+        await_tokens(params_.dy_pulled, dy_there_, end);
         await_tiles(params_.hidden_ready, begin, end,
                     params_.shape.hidden_columns * kArrivalsPerColumn);
       }
@@ -103,6 +104,8 @@ class BackwardScheduler : SchedulerBase<Params> {
   }
 
   int32_t free_wave_ = 0;  // the last wave known to have the rings
+  int32_t x_there_ = 0;    // tiles whose tokens are known to have been pulled
+  int32_t dy_there_ = 0;
 };
 
 }  // namespace mok::sm90

@@ -16,10 +16,7 @@ struct ForwardRoles {
   using Multiplier = ForwardMultiplier<Params>;
 
   __device__ static void pull(const Params& params, int warp, int warps) {
-    pull_tokens(params, warp, warps, [&](const char* base, int64_t from, int64_t to) {
-      copy_row(reinterpret_cast<const Bits16*>(base + params.x_offset) + from, params.received + to,
-               params.hidden);
-    });
+    pull_tokens(params, {params.x_offset, params.received, params.pulled}, warp, warps);
   }
 };
 

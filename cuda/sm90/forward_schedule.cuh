@@ -52,10 +52,12 @@ class ForwardScheduler : SchedulerBase<Params> {
         wait_for_count(params_.down_done + work.tile + lane_ - params_.ring_tiles,
                        params_.down_columns, watch_);
       }
-      await_tokens(work.tile + work.tiles);
+      await_tokens(params_.pulled, tokens_there_, work.tile + work.tiles);
     }
     __syncwarp();
   }
+
+  int32_t tokens_there_ = 0;  // tiles whose tokens are known to have been pulled
 };
 
 }  // namespace mok::sm90

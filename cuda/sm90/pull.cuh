@@ -13,11 +13,17 @@
 // any moment all ranks pull from all others, though the rows of an expert come rank by rank.
 namespace mok::sm90 {
 
-// Calls copy(where the peer's arena begins, place of the row there, place of the row here) for each
-// token, in elements; all lanes call it.
-template <typename Params, typename Copy>
-__device__ void pull_tokens(const Params& params, int warp, int warps, const Copy& copy) {
-  if (params.pulled == nullptr || *params.fault != 0) {
+// What is pulled: where rows begin in the peers' arenas and here, in bytes and elements, and
+// counters of the tiles' tokens that have come; null if nobody pulls.
+struct Pull {
+  int64_t offset;
+  Bits16* received;
+  uint32_t* pulled;
+};
+
+template <typename Params>
+__device__ void pull_tokens(const Params& params, const Pull& pull, int warp, int warps) {
+  if (pull.pulled == nullptr || *params.fault != 0) {
     return;
   }
   const int lane = threadIdx.x % kWarp;
@@ -44,11 +50,12 @@ __device__ void pull_tokens(const Params& params, int warp, int warps, const Cop
       if (lane == next) {
         record_begin(params, TimelineRole::kPull, static_cast<int32_t>(row / kTileRows), rank, 0);
       }
-      copy(params.bases[rank], int64_t{token - rank * params.tokens} * params.hidden,
-           int64_t{token} * params.hidden);
+      const auto* const rows = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset);
+      copy_row(rows + int64_t{token - rank * params.tokens} * params.hidden,
+               pull.received + int64_t{token} * params.hidden, params.hidden);
       __syncwarp();
       if (lane == next) {
-        add_release(params.pulled + row / kTileRows, 1);
+        add_release(pull.pulled + row / kTileRows, 1);
         record_end(params, TimelineRole::kPull);
       }
     }

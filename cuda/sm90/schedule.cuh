@@ -84,17 +84,18 @@ class SchedulerBase {
     }
   }
 
-  // Until the peers' tokens of all tiles before `end` have been pulled.
-  __device__ void await_tokens(int32_t end) {
-    if (params_.pulled == nullptr) {
+  // Until the peers' tokens of all tiles before `end` have been pulled, by their counters (null: of
+  // themselves); those before `there` are known to be.
+  __device__ void await_tokens(const uint32_t* pulled, int32_t& there, int32_t end) {
+    if (pulled == nullptr) {
       return;
     }
-    for (uint32_t tries = 1; there_ < end && !__any_sync(kAllLanes, watch_.late); ++tries) {
-      const int32_t tile = there_ + lane_;
+    for (uint32_t tries = 1; there < end && !__any_sync(kAllLanes, watch_.late); ++tries) {
+      const int32_t tile = there + lane_;
       const bool is_there =
-          tile >= end || load_acquire(params_.pulled + tile) >= __popcll(params_.to_pull[tile]);
+          tile >= end || load_acquire(pulled + tile) >= __popcll(params_.to_pull[tile]);
       const unsigned missing = __ballot_sync(kAllLanes, !is_there);
-      there_ = tiles_known(there_, end, missing);
+      there = tiles_known(there, end, missing);
       watch_.tried(tries);
     }
   }
@@ -130,7 +131,6 @@ class SchedulerBase {
 
   AssignmentCursor cursor_;
   bool is_first_ = true;
-  int32_t there_ = 0;  // tiles whose tokens are known to be there
 };
 
 }  // namespace mok::sm90
