@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "core/ring.h"
@@ -69,12 +70,13 @@ class Jobs {
   int down_done(int tile) const { return tiles() + tile; }
   int fetched(int tile) const { return 2 * tiles() + tile; }
 
-  // The ring in tiles: each is a chunk.
-  mok::Ring ring() const { return {load_.shape.ring_tiles, 1}; }
+  // Every tile is a chunk.
+  static mok::Ring ring(int tiles) { return {int64_t{tiles} * kTileRows, kTileRows}; }
+  static int64_t first_row(int tile) { return int64_t{tile} * kTileRows; }
 
   int hidden_place(int tile, int column) const {
     const int slots = load_.shape.ring_tiles - (bug_ == Bug::kReusesSlot);
-    const int slot = static_cast<int>(mok::Ring{slots, 1}.slot(tile));
+    const auto slot = static_cast<int>(ring(slots).slot(first_row(tile)));
     return slot * load_.shape.gate_up_columns + column;
   }
   int token_place(int tile) const {
@@ -95,7 +97,7 @@ class Jobs {
   }
 
   void add_gate_up(const BlockWork& work, int tile, kernel_model::Job& job) const {
-    if (ring().wave(tile) > 0 && bug_ != Bug::kOverwritesUnread) {
+    if (ring(load_.shape.ring_tiles).wave(first_row(tile)) > 0 && bug_ != Bug::kOverwritesUnread) {
       job.awaits.push_back({down_done(tile - load_.shape.ring_tiles), all_of(Product::kDown)});
     }
     if (work.column_block < load_.shape.gate_up_columns) {

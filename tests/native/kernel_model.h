@@ -39,7 +39,8 @@ struct Work {
   std::vector<std::vector<Job>> items;
   std::vector<std::vector<Job>> fetchers;  // jobs of each, in order
   std::vector<uint16_t> counters;          // at the begin
-  int places = 0;                          // which hold nothing at the begin
+  int places = 0;
+  std::vector<Content> contents;  // at the begin, of places that do not hold nothing
 };
 
 constexpr int kMostBlocks = mok::sm90::kCluster;
@@ -79,6 +80,9 @@ class Kernel {
     world.clusters.resize(clusters_);
     world.counters = work_.counters;
     world.places.assign(work_.places, kNothing);
+    for (const auto& [place, value] : work_.contents) {
+      world.places[place] = static_cast<uint16_t>(value);
+    }
     world.fetched.resize(work_.fetchers.size());
     return world;
   }
