@@ -183,6 +183,8 @@ void check_dispatch(const TransferShape& shape, const std::vector<Plan>& plans, 
     const int64_t rows = int64_t{plans[rank].counts[kTiles]} * shape.tile_rows;
     for (int64_t place = 0; place < shape.ring.ring_rows; ++place) {
       const int64_t row = wave * shape.ring.ring_rows + place;
+      REQUIRE(shape.ring.wave(row) == wave && shape.ring.ring_row(row) == place);
+      REQUIRE(shape.ring.slot(row) == place / shape.ring.chunk_rows);
       for (const Bytes* ring : {&pulled[rank], &pushed[rank]}) {
         const auto got = row_of(*ring, place, shape.row_bytes);
         if (row >= rows) {
