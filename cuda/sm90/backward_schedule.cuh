@@ -87,10 +87,8 @@ class BackwardScheduler : SchedulerBase<Params> {
   // The rings are free for a wave when all before it have been read.
   __device__ void await_wave(int32_t wave) {
     for (; free_wave_ < wave; ++free_wave_) {
-      const BackwardWave& before = params_.waves[free_wave_];
-      const Units units = params_.waves[free_wave_ + 1].units - before.units;
-      const int32_t items = units.items(params_.shape.input_columns, kCluster) +
-                            before.experts * params_.shape.items_of_expert();
+      const BackwardWave* const before = params_.waves + free_wave_;
+      const int32_t items = params_.shape.last_readers(before[0], before[1].units, kCluster);
       wait_for_count(params_.wave_done + free_wave_, items * kCluster * kConsumerWarps, watch_);
     }
   }

@@ -59,6 +59,12 @@ struct BackwardShape {
   MOK_HOST_DEVICE int32_t items_of_expert() const {
     return weight_pairs * (replay_columns + down_columns);
   }
+  // Items of a wave that read the rings last: its places are free when all have been done. `next`
+  // is the number of units before the wave that follows.
+  MOK_HOST_DEVICE int32_t last_readers(const BackwardWave& wave, Units next,
+                                       int32_t cluster) const {
+    return (next - wave.units).items(input_columns, cluster) + wave.experts * items_of_expert();
+  }
 };
 
 inline BackwardShape backward_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles,

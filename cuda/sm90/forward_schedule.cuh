@@ -48,9 +48,10 @@ class ForwardScheduler : SchedulerBase<Params> {
       }
     } else {
       // The hidden rows that lay in the tiles' place of the ring have been read.
-      if (lane_ < work.tiles && work.tile + lane_ >= params_.ring_tiles) {
-        wait_for_count(params_.down_done + work.tile + lane_ - params_.ring_tiles,
-                       params_.down_columns, watch_);
+      const int32_t former =
+          lane_ < work.tiles ? former_tile(work.tile + lane_, params_.ring_tiles) : -1;
+      if (former >= 0) {
+        wait_for_count(params_.down_done + former, params_.down_columns, watch_);
       }
       await_tokens(params_.pulled, tokens_there_, work.tile + work.tiles);
     }

@@ -177,6 +177,11 @@ MOK_HOST_DEVICE int32_t items_before(const WorkShape& shape, Product product, in
          before(down_steps).items(shape.down_columns, shape.cluster);
 }
 
+// The tile that lay in a tile's place in the ring before; -1 for none.
+MOK_HOST_DEVICE inline int32_t former_tile(int32_t tile, int32_t ring_tiles) {
+  return tile < ring_tiles ? -1 : tile - ring_tiles;
+}
+
 // Of tiles looked at together, from the `known` first ones on, the bits of `missing` are not there;
 // those at `end` and behind were not looked at. Returns how many first tiles are known to be there.
 MOK_HOST_DEVICE inline int32_t tiles_known(int32_t known, int32_t end, uint32_t missing) {

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <vector>
 
-#include "core/ring.h"
 #include "kernel_model.h"
 #include "sm90/backward_work.h"
 #include "units.h"
@@ -128,18 +126,15 @@ class Jobs {
 
   int ring_tiles() const { return shape().work.ring_tiles; }
   int ring_tile(int tile) const {
-    const int slots = ring_tiles() - (bug_ == Bug::kReusesSlot);
-    const mok::Ring ring{int64_t{slots} * kTileRows, kTileRows};
-    return static_cast<int>(ring.slot(int64_t{tile} * kTileRows));
+    return place_in_ring(tile, ring_tiles() - (bug_ == Bug::kReusesSlot));
   }
 
   kernel_model::Job job(const WorkItem& item, int block) const {
     kernel_model::Job job;
     const int wave = wave_of(item);
     for (int before = 0; before < wave && bug_ != Bug::kOverwritesUnread; ++before) {
-      const Units units = waves_[before + 1].units - waves_[before].units;
-      const int items = units.items(shape().input_columns, shape().work.cluster) +
-                        waves_[before].experts * shape().items_of_expert();
+      const int items =
+          shape().last_readers(waves_[before], waves_[before + 1].units, shape().work.cluster);
       await(job, wave_done(before), items * shape().work.cluster);
     }
     const BlockWork work = block_work(item, block);

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <vector>
 
-#include "core/ring.h"
 #include "kernel_model.h"
 #include "units.h"
 
@@ -70,13 +68,8 @@ class Jobs {
   int down_done(int tile) const { return tiles() + tile; }
   int fetched(int tile) const { return 2 * tiles() + tile; }
 
-  // Every tile is a chunk.
-  static mok::Ring ring(int tiles) { return {int64_t{tiles} * kTileRows, kTileRows}; }
-  static int64_t first_row(int tile) { return int64_t{tile} * kTileRows; }
-
   int hidden_place(int tile, int column) const {
-    const int slots = load_.shape.ring_tiles - (bug_ == Bug::kReusesSlot);
-    const auto slot = static_cast<int>(ring(slots).slot(first_row(tile)));
+    const int slot = place_in_ring(tile, load_.shape.ring_tiles - (bug_ == Bug::kReusesSlot));
     return slot * load_.shape.gate_up_columns + column;
   }
   int token_place(int tile) const {
@@ -97,8 +90,9 @@ class Jobs {
   }
 
   void add_gate_up(const BlockWork& work, int tile, kernel_model::Job& job) const {
-    if (ring(load_.shape.ring_tiles).wave(first_row(tile)) > 0 && bug_ != Bug::kOverwritesUnread) {
-      job.awaits.push_back({down_done(tile - load_.shape.ring_tiles), all_of(Product::kDown)});
+    const int former = former_tile(tile, load_.shape.ring_tiles);
+    if (former >= 0 && bug_ != Bug::kOverwritesUnread) {
+      job.awaits.push_back({down_done(former), all_of(Product::kDown)});
     }
     if (work.column_block < load_.shape.gate_up_columns) {
       job.writes.push_back({hidden_place(tile, work.column_block), tile});
