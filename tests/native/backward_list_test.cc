@@ -16,6 +16,13 @@
 
 using namespace mok::sm90;
 
+namespace {
+
+// As many blocks of so much as it takes.
+bool cover(int blocks, int of, int size) { return blocks * of >= size && (blocks - 1) * of < size; }
+
+}  // namespace
+
 int main() {
   std::mt19937 rng(7);
   for (int trial = 0; trial < 3000; ++trial) {
@@ -27,8 +34,12 @@ int main() {
     const int cluster = 1 + rng() % 2;
     const int ring = 2 * cluster + rng() % (trial % 2 ? 12 : 100);
     const int most_tiles = std::reduce(tiles.begin(), tiles.end()) + rng() % 2 * (rng() % 20);
-    const BackwardShape shape = backward_shape(cluster, ring, most_tiles, 64 * (1 + rng() % 20),
-                                               64 * (1 + rng() % 20), 1 + rng() % 10);
+    const int hidden = 64 * (1 + rng() % 20), inner = 64 * (1 + rng() % 20);
+    const BackwardShape shape =
+        backward_shape(cluster, ring, most_tiles, hidden, inner, 1 + rng() % 10);
+    REQUIRE(cover(shape.replay_columns, 128, inner) && cover(shape.hidden_columns, 256, inner));
+    REQUIRE(cover(shape.down_columns, 256, inner) && cover(shape.input_columns, 256, hidden));
+    REQUIRE(cover(shape.weight_pairs, 256, hidden));
     const std::vector<Start> starts = starts_of(shape.work, tiles);
     const auto [units, total] = starts.back();
     const int saved = rng() % (total + 10);
