@@ -112,7 +112,7 @@ class Meetings {
       const Rank& me = world.ranks[r];
       const bool waits = me.phase == kEntryWait || me.phase == kExitWait;
       const bool may_give_up =
-          waits ? !all_have_come(world, r) : me.phase == kMakeRows && me.peer == first_peer(r);
+          waits ? !all_have_come(world, r) : me.phase == kMakeRows && me.met != 0;
       for (const bool gives_up : {false, true}) {
         const bool can = gives_up ? may_give_up : !waits || !may_give_up;
         if (me.call <= settings_.calls && can) {
@@ -129,7 +129,7 @@ class Meetings {
     Place& mine = world.places[r][me.peer];    // from the peer
     Place& theirs = world.places[me.peer][r];  // for it
     if (step.gives_up) {
-      me.met = 0;
+      fail(me);
       step.phase == kMakeRows ? come_to_exit(me, r)
                               : go(me, r, step.phase == kEntryWait ? kEntryFail : kExitGiveUp);
       return;
@@ -245,8 +245,15 @@ class Meetings {
     const bool failed = mok::has_failed_since(mine.failed, mok::entry_of(me.epoch));
     world.is_misread |= failed != (mine.failed_call >= me.call);
     if (failed && settings_.bug != Bug::kIgnoresFailure) {
-      me.met = 0;
+      fail(me);
     }
+  }
+
+  // What it has read does not matter any more.
+  static void fail(Rank& me) {
+    me.met = 0;
+    std::memset(me.saw, 0, sizeof(me.saw));
+    std::memset(me.took, 0, sizeof(me.took));
   }
 
   // Tokens or rows, for one peer after the other, or for all in one place.
