@@ -32,6 +32,8 @@ enum class Bug {
   kHidesFailure,    // a rank that has failed does not show it
   kIgnoresFailure,  // failures that others show are not looked at
   kShowsLate,       // a failed rank shows that it has come before it shows that it has failed
+  kComparesNoCalls,
+  kComparesLate,  // calls are compared after the look for failures
 };
 
 struct Settings {
@@ -42,6 +44,7 @@ struct Settings {
   // Who has not passed the entry goes on to the next call. In the kernel it comes to the exit too,
   // and shows once more that it has failed; epochs are made so that it need not.
   bool failed_leave_exit_out = false;
+  int different_call = 0;  // the one, if any, in which rank 1 makes another call than the others
 };
 
 // Where a rank is in its call. Most phases have a step for each peer.
@@ -49,7 +52,9 @@ enum Phase : uint8_t {
   kPublish,
   kEntryShow,
   kEntryWait,
+  kEntryCompare,
   kEntryLook,
+  kEntryCompareLate,
   kEntryFail,
   kRead,
   kMakeRows,
@@ -74,7 +79,8 @@ struct Rank {
 
 // What a rank has from one of its peers, written by that one.
 struct Place {
-  uint8_t epoch, failed;  // the peer's Flag
+  uint8_t epoch, failed;  // the peer's Flag,
+  uint8_t call;           // with a signature of two
   uint8_t failed_call;    // the last call in which it has shown that it failed
   uint8_t tokens, rows;   // of which calls they are
 };
@@ -85,6 +91,7 @@ class Meetings {
     Rank ranks[kMostRanks];
     Place places[kMostRanks][kMostRanks];
     uint8_t is_misread;     // what a flag says about this call is not what its rank has shown
+    uint8_t is_mixed;       // ranks that make different calls have passed the entry
     uint8_t is_wrong_call;  // one that succeeds has results of others
   };
   static_assert(std::has_unique_object_representations_v<World>);
@@ -136,6 +143,7 @@ class Meetings {
     }
     switch (step.phase) {
       case kPublish:
+        theirs.call = signature(r, me);
         write(world, r, &Place::tokens, settings_.moves == Moves::kPushTokensPullRows);
         if (me.phase != kPublish) {
           me.epoch = epoch_of(mok::Meeting::kEntry, me);
@@ -147,7 +155,14 @@ class Meetings {
         next_peer(me, r);
         break;
       case kEntryWait:
-        go(me, r, kEntryLook);
+        go_on(me, r);
+        break;
+      case kEntryCompare:
+      case kEntryCompareLate:
+        if (mine.call != signature(r, me)) {
+          fail(me);
+        }
+        next_peer(me, r);
         break;
       case kExitWait:
         go(me, r, kExitLook);
@@ -168,6 +183,7 @@ class Meetings {
         next_peer(me, r);
         break;
       case kRead:
+        world.is_mixed |= me.met && me.call == settings_.different_call;
         me.saw[me.peer] = mine.tokens;
         next_peer(me, r);
         break;
@@ -188,6 +204,7 @@ class Meetings {
 
   std::string complaint(const World& world) const {
     return world.is_misread      ? "a flag is misread"
+           : world.is_mixed      ? "different calls meet"
            : world.is_wrong_call ? "a call succeeds with results of another"
                                  : "";
   }
@@ -201,7 +218,9 @@ class Meetings {
         "publishes its tokens",
         "comes to the entry",
         "finds all at the entry",
+        "looks whether somebody makes another call",
         "looks whether somebody has failed",
+        "looks late whether somebody makes another call",
         "shows that it has failed",
         "reads tokens",
         "makes rows",
@@ -225,6 +244,14 @@ class Meetings {
 
  private:
   int first_peer(int r) const { return r == 0 ? 1 : 0; }
+
+  // Where all make the same calls, it would change nothing.
+  bool compares() const {
+    return settings_.different_call != 0 && settings_.bug != Bug::kComparesNoCalls;
+  }
+  uint8_t signature(int r, const Rank& me) const {
+    return r == 1 && me.call == settings_.different_call ? 2 : 1;
+  }
 
   uint8_t epoch_of(mok::Meeting meeting, const Rank& me) const {
     return static_cast<uint8_t>(
@@ -289,8 +316,23 @@ class Meetings {
       case kPublish:
         return go(me, r, kEntryShow);
       case kEntryShow:
-        return go(me, r, bug == Bug::kAwaitsNoEntry ? kEntryLook : kEntryWait);
+        if (bug != Bug::kAwaitsNoEntry) {
+          return go(me, r, kEntryWait);
+        }
+        [[fallthrough]];
+      case kEntryWait:
+        if (compares() && bug != Bug::kComparesLate) {
+          return go(me, r, kEntryCompare);
+        }
+        [[fallthrough]];
+      case kEntryCompare:
+        return go(me, r, kEntryLook);
       case kEntryLook:
+        if (compares() && bug == Bug::kComparesLate) {
+          return go(me, r, kEntryCompareLate);
+        }
+        [[fallthrough]];
+      case kEntryCompareLate:
         return go(me, r, me.met ? kRead : kEntryFail);
       case kEntryFail:
         return bug == Bug::kPushesUnmet          ? go(me, r, kRead)

@@ -1,7 +1,7 @@
 // Every order in which a few calls of ranks can go: a call that succeeds on a rank has read the
-// tokens of that call of all ranks, and taken the rows of that call of all, and flags say of a call
-// what their ranks have shown. With any of the protocol's parts left out there has to be an order
-// for which this is wrong.
+// tokens of that call of all ranks, and taken the rows of that call of all; flags say of a call
+// what their ranks have shown; and ranks that make different calls do not meet. With any of the
+// protocol's parts left out there has to be an order for which this is wrong.
 #include "core/meeting.h"
 
 #include <cstdint>
@@ -51,6 +51,7 @@ int main() {
   for (const Moves moves : {Moves::kPullTokensPushRows, Moves::kPushTokensPullRows}) {
     expect(false, "two ranks", {moves, 2, 4});
     expect(false, "three ranks", {moves, 3, 2});
+    expect(false, "another call", {moves, 2, 3, Bug::kNone, false, 2});
     expect(false, "the exit left out after a failure", {moves, 2, 4, Bug::kNone, true});
     every_order::expect(true, "a call after a failed one", MeetingsWithoutRecovery({moves, 2, 2}));
     expect(true, "no wait at the entry", {moves, 2, 2, Bug::kAwaitsNoEntry});
@@ -62,6 +63,8 @@ int main() {
     expect(true, "failures not shown", {moves, 2, 3, Bug::kHidesFailure});
     expect(true, "failures not looked at", {moves, 2, 3, Bug::kIgnoresFailure});
     expect(true, "failures shown late", {moves, 2, 3, Bug::kShowsLate});
+    expect(true, "calls not compared", {moves, 2, 2, Bug::kComparesNoCalls, false, 1});
+    expect(true, "calls compared late", {moves, 2, 2, Bug::kComparesLate, false, 1});
   }
   std::puts("meetings good");
 }
