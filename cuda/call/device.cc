@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 
+#include "call/on_device.h"
 #include "link/exchange.h"
 #include "sm90/backward.h"
 #include "sm90/backward_list.h"
@@ -97,7 +98,8 @@ std::string start_timeline(int32_t ordinal) {
   }
   Device& device = devices()[ordinal];
   Timeline& memory = device.timeline_memory;
-  cudaError_t error = cudaSetDevice(ordinal);
+  const OnDevice on_device(ordinal);
+  cudaError_t error = on_device.error();
   if (error == cudaSuccess && memory.entries == nullptr) {
     memory.capacity = kTimelineCapacity;
     error =
@@ -123,7 +125,8 @@ std::vector<TimelineRecord> take_timeline(int32_t ordinal) {
   const Timeline timeline = device.timeline;
   device.timeline = {};
   std::vector<TimelineRecord> records;
-  if (timeline.entries == nullptr || cudaSetDevice(ordinal) != cudaSuccess ||
+  const OnDevice on_device(ordinal);
+  if (timeline.entries == nullptr || on_device.error() != cudaSuccess ||
       cudaDeviceSynchronize() != cudaSuccess) {
     return records;
   }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "call/on_device.h"
 #include "device/injection_setters.h"
 
 namespace mok {
@@ -44,23 +45,6 @@ std::map<int32_t, Injection*>& injections() {
   static auto* const all = new std::map<int32_t, Injection*>;
   return *all;
 }
-
-// Makes a device the thread's current one. XLA relies on finding its own again.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t ordinal) {
-    cudaGetDevice(&before_);
-    error_ = cudaSetDevice(ordinal);
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  cudaError_t error_;
-};
 
 cudaError_t set_everywhere(Injection* injection) {
   cudaError_t error = cudaSuccess;
