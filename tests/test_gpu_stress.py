@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_harness import MoEConfig, gpus, mesh_of, rank_counts
+from gpu_harness import MoEConfig, expect_success, gpus, mesh_of, rank_counts, start
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs
@@ -82,7 +82,7 @@ def bits(results) -> bytes:
 
 
 def memory_in_use() -> list[tuple[int, int]]:
-    """Bytes, of each GPU: all that is taken of it, and what JAX's arrays hold."""
+    """Bytes, of each GPU: all that is taken of it, and what JAX's arrays hold, if that is known."""
     import cupy
 
     gc.collect()
@@ -90,18 +90,19 @@ def memory_in_use() -> list[tuple[int, int]]:
     for number, gpu in enumerate(gpus()):
         with cupy.cuda.Device(number):
             free, total = cupy.cuda.runtime.memGetInfo()
-        used.append((total - free, gpu.memory_stats()["bytes_in_use"]))
+        used.append((total - free, (gpu.memory_stats() or {}).get("bytes_in_use", 0)))
     return used
 
 
-def test_ten_thousand_calls_are_right_and_leave_nothing_behind():
+def make_calls(count: int) -> None:
+    """So many, of all kinds in turns: right to the end, and nothing is left behind."""
     calls = programs()
     want = [bits(call()) for call in calls]
     for call in calls * 4:  # until XLA replays graphs
         jax.block_until_ready(call())
     before = memory_in_use()
     choose = random.Random(1)
-    for number in range(CALLS // 2):  # of two layers each
+    for number in range(count // 2):  # of two layers each
         index = choose.randrange(len(calls))
         results = calls[index]()
         if number % 50 == 0:
@@ -113,3 +114,20 @@ def test_ten_thousand_calls_are_right_and_leave_nothing_behind():
         assert held <= held_before
         assert taken <= taken_before + 2**25  # XLA's pool may take one more block
     assert [bits(call()) for call in calls] == want
+
+
+def test_ten_thousand_calls_are_right_and_leave_nothing_behind():
+    make_calls(CALLS)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},  # no graphs
+    ],
+    ids=["allocated_anew_each_time", "without_graphs"],
+)
+def test_calls_of_a_process_with_other_ways_of_running_them(variables):
+    code = "import test_gpu_stress; test_gpu_stress.make_calls(1000)"
+    expect_success(start(code, XLA_PYTHON_CLIENT_PREALLOCATE="false", **variables))
