@@ -6,6 +6,7 @@
 #include "call/device.h"
 #include "call/launches.h"
 #include "call/peers.h"
+#include "call/timeline.h"
 #include "link/exchange.h"
 #include "sm90/backward.h"
 #include "sm90/backward_list.h"
@@ -221,8 +222,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
   }
   if (arena != nullptr) {
-    launch("publish", publish_gradients(*arena, layout, plan, sizes.signature(), call.weights,
-                                        call.slot_rank, call.x, call.dy, stream));
+    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank, call.x,
+                                        call.dy, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("weights", cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                                       sizeof(float) * plan.ranks * plan.choices(),
@@ -238,7 +239,8 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   if (sizes.composed) {
     launch_waves(call, space, params, places, device.backward_clusters, stream, launch);
   } else {
-    launch("backward", launch_backward(params, device.timeline, device.backward_clusters, stream));
+    launch("backward",
+           launch_backward(params, timeline_of(ordinal), device.backward_clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

@@ -2,13 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
 
-#include "call/on_device.h"
 #include "link/exchange.h"
 #include "sm90/backward.h"
 #include "sm90/backward_list.h"
@@ -26,16 +24,10 @@ namespace {
 
 using namespace mok::sm90;
 
-constexpr uint32_t kTimelineCapacity = 4096;
-
 std::mutex mutex;
 std::map<int32_t, Device>& devices() {
   static auto* const all = new std::map<int32_t, Device>;
   return *all;
-}
-
-int64_t lanes_of(const Device& device) {
-  return int64_t{std::max(device.clusters, device.backward_clusters)} * kCluster * kTimelineRoles;
 }
 
 }  // namespace
@@ -86,64 +78,14 @@ bool can_reach(int32_t ordinal, int32_t peer) {
   return answer != 0;
 }
 
+bool is_prepared(int32_t ordinal) {
+  const std::lock_guard lock(mutex);
+  return devices().contains(ordinal);
+}
+
 Device device_of(int32_t ordinal) {
   const std::lock_guard lock(mutex);
-  return devices()[ordinal];
-}
-
-std::string start_timeline(int32_t ordinal) {
-  const std::lock_guard lock(mutex);
-  if (!devices().contains(ordinal)) {
-    return "GPU " + std::to_string(ordinal) + " has run no call yet";
-  }
-  Device& device = devices()[ordinal];
-  Timeline& memory = device.timeline_memory;
-  const OnDevice on_device(ordinal);
-  cudaError_t error = on_device.error();
-  if (error == cudaSuccess && memory.entries == nullptr) {
-    memory.capacity = kTimelineCapacity;
-    error =
-        cudaMalloc(reinterpret_cast<void**>(&memory.counts), sizeof(uint32_t) * lanes_of(device));
-    if (error == cudaSuccess) {
-      error = cudaMalloc(reinterpret_cast<void**>(&memory.entries),
-                         sizeof(TimelineEntry) * lanes_of(device) * memory.capacity);
-    }
-  }
-  if (error == cudaSuccess) {
-    error = cudaMemset(memory.counts, 0, sizeof(uint32_t) * lanes_of(device));
-  }
-  if (error != cudaSuccess) {
-    return std::string("a timeline: ") + cudaGetErrorString(error);
-  }
-  device.timeline = memory;
-  return "";
-}
-
-std::vector<TimelineRecord> take_timeline(int32_t ordinal) {
-  const std::lock_guard lock(mutex);
-  Device& device = devices()[ordinal];
-  const Timeline timeline = device.timeline;
-  device.timeline = {};
-  std::vector<TimelineRecord> records;
-  const OnDevice on_device(ordinal);
-  if (timeline.entries == nullptr || on_device.error() != cudaSuccess ||
-      cudaDeviceSynchronize() != cudaSuccess) {
-    return records;
-  }
-  std::vector<uint32_t> counts(lanes_of(device));
-  cudaMemcpy(counts.data(), timeline.counts, sizeof(uint32_t) * counts.size(),
-             cudaMemcpyDeviceToHost);
-  std::vector<TimelineEntry> entries(timeline.capacity);
-  for (int64_t lane = 0; lane < lanes_of(device); ++lane) {
-    const size_t count = std::min(counts[lane], timeline.capacity);
-    cudaMemcpy(entries.data(), timeline.entries + lane * timeline.capacity,
-               sizeof(TimelineEntry) * count, cudaMemcpyDeviceToHost);
-    for (size_t i = 0; i < count; ++i) {
-      records.push_back({entries[i], static_cast<int32_t>(lane / kTimelineRoles),
-                         static_cast<TimelineRole>(lane % kTimelineRoles)});
-    }
-  }
-  return records;
+  return devices().at(ordinal);
 }
 
 namespace {

@@ -7,7 +7,6 @@
 #include "call/export.h"
 #include "core/call_record.h"
 #include "core/fault.h"
-#include "core/timeline.h"
 
 // What all GPU calls of this process share of a device.
 namespace mok {
@@ -17,8 +16,6 @@ struct Device {
   int backward_clusters = 0;
   CallRecord* record = nullptr;  // host-mapped
   CallRecord told{};             // what the host has taken of it
-  Timeline timeline{};           // of the calls to come; without entries, none is kept
-  Timeline timeline_memory{};    // taken once and never given back: graphs hold its address
 };
 
 // Everything that a device needs before the first launch: kernels are loaded here, because loading
@@ -30,15 +27,10 @@ MOK_EXPORT std::string prepare_device(int32_t ordinal);
 // that does not answer, yes: the set-up of peer memory will say more.
 MOK_EXPORT bool can_reach(int32_t ordinal, int32_t peer);
 
-// A device that `prepare_device` has prepared.
+bool is_prepared(int32_t ordinal);
+
+// A device that is prepared.
 Device device_of(int32_t ordinal);
-
-// From now on the kernels of this device keep a timeline, those that the host launches; the device
-// is prepared. Returns what went wrong, or nothing.
-MOK_EXPORT std::string start_timeline(int32_t ordinal);
-
-// Ends it, waits for the device, and returns what was recorded since.
-MOK_EXPORT std::vector<TimelineRecord> take_timeline(int32_t ordinal);
 
 // Counts a call that the host launches; a graph that XLA replays is none.
 void count_launched_call();

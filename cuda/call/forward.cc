@@ -4,6 +4,7 @@
 #include "call/device.h"
 #include "call/launches.h"
 #include "call/peers.h"
+#include "call/timeline.h"
 #include "call/waves.h"
 #include "link/exchange.h"
 #include "sm90/finish.h"
@@ -106,8 +107,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   const int32_t* routes = call.ids;
   if (arena != nullptr) {
-    launch("publish",
-           publish(*arena, layout, shape.plan, shape.signature(), call.ids, call.x, stream));
+    launch("publish", publish(*arena, layout, shape.plan, call.ids, call.x, stream));
     launch("entry barrier",
            barrier(*arena, layout, Meeting::kEntry, shape.signature(), call.timeout_ns,
                    space.kernel_failed, space.link_failed, device.record, stream));
@@ -122,7 +122,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   if (shape.composed) {
     launch_waves(shape, space, params, device.clusters, stream, launch);
   } else {
-    launch("forward", launch_forward(params, device.timeline, device.clusters, stream));
+    launch("forward", launch_forward(params, timeline_of(ordinal), device.clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

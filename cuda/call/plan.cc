@@ -85,7 +85,7 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
       launch(what, barrier(*arena, layout, meeting, signature, call.timeout_ns, space.kernel_failed,
                            space.link_failed, record, stream));
     };
-    launch("publish", publish(*arena, layout, shape, signature, routes, /*x=*/nullptr, stream));
+    launch("publish", publish(*arena, layout, shape, routes, /*x=*/nullptr, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it

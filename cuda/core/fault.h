@@ -5,7 +5,6 @@
 // What went wrong during a call, kept until the caller asks.
 namespace mok {
 
-// Python's names of them are in xla/python.h.
 enum class FaultKind : int32_t { kTimeout, kExpertOutOfRange, kKernelTimeout, kOtherCall };
 
 enum class Operation : int32_t {

@@ -19,6 +19,11 @@ enum class Hook : int32_t {
   kPullNumber,
 };
 
+constexpr bool is_push(Hook hook) {
+  return hook == Hook::kPushChoices || hook == Hook::kPushToken || hook == Hook::kPushRow ||
+         hook == Hook::kPushNumber;
+}
+
 struct Injection {
   Hook hook = Hook::kFlag;
   int32_t rank = 0;       // of the device that has this

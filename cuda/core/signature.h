@@ -11,19 +11,23 @@ namespace mok {
 
 enum class CallKind : int64_t { kPlan, kForward, kBackward };
 
-// The same for the same call, and almost surely another for another one; the FNV-1a hash, by words.
-// A plan alone has no widths.
-inline uint64_t signature_of(CallKind kind, const PlanShape& plan, const Directions& directions,
-                             int64_t hidden, int64_t inner) {
+// The FNV-1a hash, by words.
+inline uint64_t hash_of(std::initializer_list<int64_t> words) {
   uint64_t hash = 0xcbf29ce484222325;
-  for (const int64_t word :
-       {static_cast<int64_t>(kind), int64_t{plan.ranks}, plan.tokens, int64_t{plan.top_k},
-        int64_t{plan.experts}, int64_t{directions.dispatch_push}, int64_t{directions.combine_push},
-        int64_t{directions.reverse_combine_push}, int64_t{directions.reverse_dispatch_push}, hidden,
-        inner}) {
+  for (const int64_t word : words) {
     hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
   }
   return hash;
+}
+
+// The same for the same call, and almost surely another for another one. A plan alone has no
+// widths.
+inline uint64_t signature_of(CallKind kind, const PlanShape& plan, const Directions& directions,
+                             int64_t hidden, int64_t inner) {
+  return hash_of({static_cast<int64_t>(kind), plan.ranks, plan.tokens, plan.top_k, plan.experts,
+                  plan.tile_rows, directions.dispatch_push, directions.combine_push,
+                  directions.reverse_combine_push, directions.reverse_dispatch_push, hidden,
+                  inner});
 }
 
 }  // namespace mok

@@ -49,7 +49,7 @@ __device__ __forceinline__ bool concerns(int32_t peer) {
   }
   atomicAdd(&injection.happened, 1u);
   if (injection.drops) {
-    if (hook >= Hook::kPushChoices && hook <= Hook::kPushNumber) {
+    if (is_push(hook)) {
       injection.took_flags = true;
     }
     return true;

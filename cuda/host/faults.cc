@@ -21,6 +21,20 @@ Records& records() {
 
 }  // namespace
 
+const char* name(FaultKind kind) {
+  switch (kind) {
+    case FaultKind::kTimeout:
+      return "timeout";
+    case FaultKind::kExpertOutOfRange:
+      return "expert_out_of_range";
+    case FaultKind::kKernelTimeout:
+      return "kernel_timeout";
+    case FaultKind::kOtherCall:
+      return "other_call";
+  }
+  return "unknown";
+}
+
 const char* name(Operation operation) {
   switch (operation) {
     case Operation::kPlan:

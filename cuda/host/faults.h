@@ -7,6 +7,7 @@
 
 namespace mok {
 
+const char* name(FaultKind kind);
 const char* name(Operation operation);
 
 // The process's fault records. Bounded: the first ones tell most, later ones are only counted.

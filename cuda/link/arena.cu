@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/signature.h"
 #include "device/inject.cuh"
 #include "link/arena.h"
 
@@ -83,6 +84,7 @@ __global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag f
     }
     volatile Flag* const to = reinterpret_cast<Flag*>(bases[peer] + layout.flags_offset()) + rank;
     to->failed = flag.failed;
+    to->call = flag.call;
     __threadfence_system();
     to->epoch = flag.epoch;
   }
@@ -213,12 +215,20 @@ cudaError_t look(const Lobby& lobby, cudaStream_t stream, std::vector<Flag>* fla
   return status == cudaSuccess ? cudaStreamSynchronize(stream) : status;
 }
 
+uint64_t signature_of(const ArenaLayout& layout) {
+  return hash_of({layout.ranks, layout.choices, layout.tokens, layout.width, layout.x_is_pushed,
+                  layout.rows, layout.has_gradients, layout.dy_is_pushed});
+}
+
 // What keeps a rank that sees these flags from going on, if anything.
-std::string trouble(const std::vector<Flag>& flags, uint64_t entry, uint64_t now) {
+std::string trouble(const std::vector<Flag>& flags, uint64_t call, uint64_t entry, uint64_t now) {
   for (size_t rank = 0; rank < flags.size(); ++rank) {
     const std::string who = "rank " + std::to_string(rank);
     if (flags[rank].epoch < now) {
       return who + " has not reached the set-up within MoEConfig.timeout_s and a second";
+    }
+    if (is_other_call(flags[rank].call, call)) {
+      return who + " sets up memory for calls of other sizes: all ranks have to run one program";
     }
     if (has_failed_since(flags[rank].failed, entry)) {
       return who + " could not go on: see its error";
@@ -227,14 +237,15 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t entry, uint64_t now
   return "";
 }
 
-// All ranks go on, or none: returns this rank's problem, or that of another, or nothing. Entry and
-// exit, as in a call: a rank whose wait has expired at the entry stops those at the exit that had
-// passed just then.
+// All ranks go on, or none, with an arena of one layout: returns this rank's problem, or that of
+// another, or nothing. Entry and exit, as in a call: a rank whose wait has expired at the entry
+// stops those at the exit that had passed just then.
 //
 // The host polls. A collective of NCCL's to which a rank does not come could be ended only by
 // ending XLA's communicator, and a kernel that waits can keep a peer of the same process from
 // taking its memory.
-std::string agree(Lobby* lobby, uint64_t timeout_ns, cudaStream_t stream, std::string problem) {
+std::string agree(Lobby* lobby, const ArenaLayout& layout, uint64_t timeout_ns, cudaStream_t stream,
+                  std::string problem) {
   cudaGetLastError();  // that of a failed allocation is not the launches'
   Flag* const own = &lobby->own;
   std::vector<Flag> flags;
@@ -245,6 +256,7 @@ std::string agree(Lobby* lobby, uint64_t timeout_ns, cudaStream_t stream, std::s
   for (const Flag& flag : flags) {
     entry = std::max(entry, flag.epoch | 1);
   }
+  own->call = call_at(signature_of(layout), entry);
   bool together = true;
   for (const uint64_t now : {entry, entry + 1}) {
     own->epoch = now;
@@ -266,7 +278,7 @@ std::string agree(Lobby* lobby, uint64_t timeout_ns, cudaStream_t stream, std::s
       status = look(*lobby, stream, &flags);  // for a failure shown while others came
     }
     if (problem.empty()) {
-      problem = status == cudaSuccess ? trouble(flags, entry, now) : describe(status);
+      problem = status == cudaSuccess ? trouble(flags, own->call, entry, now) : describe(status);
     }
   }
   if (!problem.empty() && status == cudaSuccess) {
@@ -299,9 +311,9 @@ std::string make_arena(ncclComm_t comm, const ArenaLayout& layout, uint64_t time
   if (problem.empty()) {
     problem = take_memory(stream, arena.get());
   }
-  problem = agree(lobby, timeout_ns, stream, std::move(problem));
+  problem = agree(lobby, layout, timeout_ns, stream, std::move(problem));
   if (problem.empty()) {  // now all come to the registration, which would wait for them without end
-    problem = agree(lobby, timeout_ns, stream, join_peers(comm, stream, arena.get()));
+    problem = agree(lobby, layout, timeout_ns, stream, join_peers(comm, stream, arena.get()));
   }
   if (!problem.empty()) {
     give_back(comm, *arena);

@@ -24,7 +24,6 @@ __device__ void copy(void* to, const void* from, int64_t bytes, int64_t thread, 
 
 // What a rank shows the others before a call.
 struct Published {
-  uint64_t call;          // its signature
   const int32_t* words;   // [tokens, top_k] for all: expert ids, or the bits of router weights
   const int32_t* ids;     // [tokens, top_k] expert ids; or, if they are null,
   const int32_t* owners;  // their ranks, kMaskedChoice for none
@@ -87,9 +86,6 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
                                Published published) {
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
-  for (int64_t peer = thread; peer < layout.ranks; peer += threads) {
-    flags_of(bases[peer], layout)[rank].call = published.call;
-  }
   for (int64_t i = thread; i < layout.choices; i += threads) {
     const int32_t word = published.words[i];
     for (int32_t peer = 0; peer < layout.ranks; ++peer) {
@@ -136,8 +132,8 @@ __device__ uint64_t look(const uint64_t* word) {
 // Epochs count barriers, passed or not, so all ranks give a call the same ones. A late rank finds
 // that others have failed in the call it comes to, so it fails without a wait and catches up.
 //
-// Ranks that make different calls find at the entry that the other's signature is not theirs, or,
-// if the other is already in a call after that, that it has failed: it has shown so before.
+// Ranks that make different calls find so at the entry, or, if the other is in a later call by
+// then, that it has failed.
 //
 // A rank pushes output rows only after it has passed a call's entry and before it shows the next
 // one's. So nobody's slots change before it has come to the entry, done with those of the call
@@ -153,7 +149,7 @@ __device__ uint64_t look(const uint64_t* word) {
 // call's tokens and routes alone. A late rank in whose kernel the tokens of a peer's next call
 // arrive finds at the exit that this peer has failed: the peer has shown it before it pushed them.
 __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, Meeting meeting,
-                               uint64_t call, uint64_t* missed, uint64_t timeout_ns,
+                               uint64_t signature, uint64_t* missed, uint64_t timeout_ns,
                                const int32_t* kernel_failed, int32_t* failed, CallRecord* record) {
   __shared__ int32_t missing;    // the lowest peer that has not come or has failed
   __shared__ int32_t elsewhere;  // and that has come to another call
@@ -161,12 +157,19 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
   const uint64_t last = flags[rank].epoch;
   const uint64_t now = next_epoch(meeting, last);
   const uint64_t entry = entry_of(now);
+  const uint64_t call = call_at(signature, entry);
   const bool had_failed = *failed != 0 || *kernel_failed != 0;
   const uint64_t deadline = global_nanoseconds() + timeout_ns;
   if (threadIdx.x == 0) {
     missing = elsewhere = layout.ranks;
   }
   __syncthreads();
+  if (meeting == Meeting::kEntry) {
+    for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+      // In order before the flag that the same thread shows next.
+      *static_cast<volatile uint64_t*>(&flags_of(bases[peer], layout)[rank].call) = call;
+    }
+  }
   if (had_failed) {  // shown first, so that nobody passes who sees this rank come
     show(bases, rank, layout, &Flag::failed, now);
   }
@@ -182,7 +185,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
     if (seen < now) {
       missed[peer] = seen;
       atomicMin(&missing, peer);
-    } else if (meeting == Meeting::kEntry && look(&flags[peer].call) != call) {
+    } else if (meeting == Meeting::kEntry && is_other_call(look(&flags[peer].call), call)) {
       atomicMin(&elsewhere, peer);
     }
   }
@@ -234,29 +237,28 @@ __global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64
 }  // namespace
 
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    uint64_t call, const int32_t* ids, const void* x, cudaStream_t stream) {
-  const Published published{call, ids, ids, nullptr, x, nullptr};
+                    const int32_t* ids, const void* x, cudaStream_t stream) {
+  const Published published{ids, ids, nullptr, x, nullptr};
   publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
                                                        published);
   return cudaGetLastError();
 }
 
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              uint64_t call, const float* weights, const int32_t* slot_rank,
-                              const void* x, const void* dy, cudaStream_t stream) {
-  const Published published{call, reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x,
-                            dy};
+                              const float* weights, const int32_t* slot_rank, const void* x,
+                              const void* dy, cudaStream_t stream) {
+  const Published published{reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy};
   publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
                                                        published);
   return cudaGetLastError();
 }
 
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting, uint64_t call,
-                    uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
-                    CallRecord* record, cudaStream_t stream) {
-  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, meeting, call,
-                                                    arena.missed, timeout_ns, kernel_failed, failed,
-                                                    record);
+cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
+                    uint64_t signature, uint64_t timeout_ns, const int32_t* kernel_failed,
+                    int32_t* failed, CallRecord* record, cudaStream_t stream) {
+  barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout, meeting,
+                                                    signature, arena.missed, timeout_ns,
+                                                    kernel_failed, failed, record);
   return cudaGetLastError();
 }
 

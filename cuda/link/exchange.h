@@ -13,18 +13,18 @@
 // bound; it is one block, so it cannot keep a collective of another library from its SMs.
 namespace mok {
 
-// Pushes this rank's routes and its call's signature to all ranks, and shows them its tokens; or,
+// Pushes this rank's routes to all ranks, and shows them its tokens; or,
 // if that is the layout's direction, pushes each token to the peers whose experts it has chosen,
 // once to each. `x` may be null if the layout has no width.
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    uint64_t call, const int32_t* ids, const void* x, cudaStream_t stream);
+                    const int32_t* ids, const void* x, cudaStream_t stream);
 
-// Pushes this rank's router weights, [tokens, top_k], and the signature to all ranks, and shows
+// Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows
 // them its tokens and the output's gradient, or pushes them; for a layout of a backward call.
 // `slot_rank` is that of the plan.
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              uint64_t call, const float* weights, const int32_t* slot_rank,
-                              const void* x, const void* dy, cudaStream_t stream);
+                              const float* weights, const int32_t* slot_rank, const void* x,
+                              const void* dy, cudaStream_t stream);
 
 // Each call has an entry and an exit, whether the entry is passed or not.
 //
@@ -37,9 +37,9 @@ cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, con
 // Later calls are right again once every rank has come to as many; a rank that has left one out
 // fails for ever, as do its peers. A rank that was waited for in vain is not waited for again until
 // it has moved.
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting, uint64_t call,
-                    uint64_t timeout_ns, const int32_t* kernel_failed, int32_t* failed,
-                    CallRecord* record, cudaStream_t stream);
+cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
+                    uint64_t signature, uint64_t timeout_ns, const int32_t* kernel_failed,
+                    int32_t* failed, CallRecord* record, cudaStream_t stream);
 
 // Takes a copy of all routes, [ranks, tokens, top_k]: whatever a late rank may do to the arena, the
 // kernels of this call see one set of routes. If *failed, all choices are masked: a rank that has

@@ -21,12 +21,14 @@ struct BackwardRoles {
     if (*params.skip != 0) {
       return;
     }
-    const bool x_is_first = params.waves[0].replays != 0;
+    const bool replays = params.waves[0].replays != 0;
+#pragma unroll 1  // two copies of what follows would take the multiplying warps' registers
     for (int turn = 0; turn < 2; ++turn) {
-      const Pull pull = (turn == 0) == x_is_first
-                            ? Pull{params.x_offset, params.received_x, params.x_pulled}
-                            : Pull{params.dy_offset, params.received_dy, params.dy_pulled};
-      pull_tokens(params, pull, warp, warps);
+      const bool takes_x = (turn == 0) == replays;
+      pull_tokens(params,
+                  takes_x ? Pull{params.x_offset, params.received_x, params.x_pulled}
+                          : Pull{params.dy_offset, params.received_dy, params.dy_pulled},
+                  warp, warps);
     }
   }
 };

@@ -65,8 +65,10 @@ class BackwardScheduler : SchedulerBase<Params> {
           assignment.begin_tile = begin;
           assignment.end_tile = end;
         }
-        await_tokens(params_.x_pulled, x_there_, end);
-        await_tokens(params_.dy_pulled, dy_there_, end);
+        // Rows of dy are there: the hidden gradients of these tiles have waited for them.
+        if (product_of(item) == BackwardProduct::kGateUpWeights) {
+          await_tokens(params_.x_pulled, x_there_, end);
+        }
         await_tiles(params_.hidden_ready, begin, end,
                     params_.shape.hidden_columns * kArrivalsPerColumn);
       }

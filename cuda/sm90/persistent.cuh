@@ -3,7 +3,9 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
+#include <algorithm>
 #include <cute/arch/cluster_sm90.hpp>
+#include <limits>
 
 #include "device/clock.cuh"
 #include "sm90/pipeline.cuh"
@@ -71,10 +73,11 @@ inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute* attribute, int clus
   return config;
 }
 
-// Loads the kernels and finds how many clusters fit the device at once: as many of each.
+// Loads the kernels and finds how many clusters of any of them fit the device at once.
 template <typename... Roles>
 cudaError_t prepare(int* clusters) {
   cudaError_t error = cudaSuccess;
+  *clusters = std::numeric_limits<int>::max();
   const auto prepare_one = [&](auto kernel) {
     if (error == cudaSuccess) {
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -83,7 +86,9 @@ cudaError_t prepare(int* clusters) {
     if (error == cudaSuccess) {
       cudaLaunchAttribute attribute;
       const cudaLaunchConfig_t config = launch_config(&attribute, 1, nullptr);
-      error = cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+      int fit = 0;
+      error = cudaOccupancyMaxActiveClusters(&fit, kernel, &config);
+      *clusters = std::min(*clusters, fit);
     }
   };
   (prepare_one(persistent_kernel<Roles>), ...);

@@ -47,8 +47,10 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
       if (inject::warp_drops(Hook::kPullToken, rank)) {
         continue;
       }
-      if (lane == next) {
-        record_begin(params, TimelineRole::kPull, static_cast<int32_t>(row / kTileRows), rank, 0);
+      if (lane == 0) {
+        const int64_t its_row = first + next * stride;
+        record_begin(params, TimelineRole::kPull, static_cast<int32_t>(its_row / kTileRows), rank,
+                     0);
       }
       const auto* const rows = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset);
       copy_row(rows + int64_t{token - rank * params.tokens} * params.hidden,
@@ -56,6 +58,8 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
       __syncwarp();
       if (lane == next) {
         add_release(pull.pulled + row / kTileRows, 1);
+      }
+      if (lane == 0) {
         record_end(params, TimelineRole::kPull);
       }
     }

@@ -8,6 +8,7 @@
 #include "call/device.h"
 #include "call/forward_workspace.h"
 #include "call/plan.h"
+#include "call/timeline.h"
 #ifdef JAX_MOK_INJECT_FAULTS
 #include "call/inject.h"
 #endif
@@ -110,7 +111,10 @@ nb::list take_faults() {
 }
 
 nb::bytes take_timeline_bytes(int32_t device) {
-  const std::vector<TimelineRecord> records = take_timeline(device);
+  std::vector<TimelineRecord> records;
+  if (const std::string problem = take_timeline(device, &records); !problem.empty()) {
+    throw std::runtime_error(problem);
+  }
   return nb::bytes(records.data(), sizeof(TimelineRecord) * records.size());
 }
 

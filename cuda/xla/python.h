@@ -16,9 +16,7 @@ inline nanobind::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) 
 // A fault as Python's `_native.Fault`.
 inline nanobind::dict fault_dict(const Fault& fault) {
   nanobind::dict record;
-  constexpr const char* kKinds[] = {"timeout", "expert_out_of_range", "kernel_timeout",
-                                    "other_call"};
-  record["kind"] = kKinds[static_cast<int32_t>(fault.kind)];
+  record["kind"] = name(fault.kind);
   record["operation"] = name(fault.operation);
   record["group"] = fault.group;
   record["rank"] = fault.rank;

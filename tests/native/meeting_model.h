@@ -33,7 +33,8 @@ enum class Bug {
   kIgnoresFailure,  // failures that others show are not looked at
   kShowsLate,       // a failed rank shows that it has come before it shows that it has failed
   kComparesNoCalls,
-  kComparesLate,  // calls are compared after the look for failures
+  kComparesLate,     // calls are compared after the look for failures
+  kComparesAnyCall,  // also with a call that the peer has gone on to
 };
 
 struct Settings {
@@ -80,7 +81,7 @@ struct Rank {
 // What a rank has from one of its peers, written by that one.
 struct Place {
   uint8_t epoch, failed;  // the peer's Flag,
-  uint8_t call;           // with a signature of two
+  uint8_t call;           // with a small number for a signature
   uint8_t failed_call;    // the last call in which it has shown that it failed
   uint8_t tokens, rows;   // of which calls they are
 };
@@ -93,6 +94,7 @@ class Meetings {
     uint8_t is_misread;     // what a flag says about this call is not what its rank has shown
     uint8_t is_mixed;       // ranks that make different calls have passed the entry
     uint8_t is_wrong_call;  // one that succeeds has results of others
+    uint8_t is_accused;     // a rank is said to make another call where it makes the same
   };
   static_assert(std::has_unique_object_representations_v<World>);
 
@@ -143,7 +145,9 @@ class Meetings {
     }
     switch (step.phase) {
       case kPublish:
-        theirs.call = signature(r, me);
+        for (int p = 0; p < settings_.ranks; ++p) {
+          world.places[p][r].call = p == r ? 0 : static_cast<uint8_t>(signature(r, me));
+        }
         write(world, r, &Place::tokens, settings_.moves == Moves::kPushTokensPullRows);
         if (me.phase != kPublish) {
           me.epoch = epoch_of(mok::Meeting::kEntry, me);
@@ -159,7 +163,8 @@ class Meetings {
         break;
       case kEntryCompare:
       case kEntryCompareLate:
-        if (mine.call != signature(r, me)) {
+        if (is_other_call(mine.call, r, me)) {
+          world.is_accused |= me.call != settings_.different_call;
           fail(me);
         }
         next_peer(me, r);
@@ -206,6 +211,7 @@ class Meetings {
     return world.is_misread      ? "a flag is misread"
            : world.is_mixed      ? "different calls meet"
            : world.is_wrong_call ? "a call succeeds with results of another"
+           : world.is_accused    ? "a rank is taken to make another call, and makes the same"
                                  : "";
   }
 
@@ -245,12 +251,19 @@ class Meetings {
  private:
   int first_peer(int r) const { return r == 0 ? 1 : 0; }
 
-  // Where all make the same calls, it would change nothing.
-  bool compares() const {
-    return settings_.different_call != 0 && settings_.bug != Bug::kComparesNoCalls;
+  bool compares() const { return settings_.bug != Bug::kComparesNoCalls; }
+  // Every call has a signature of its own.
+  uint64_t signature(int r, const Rank& me) const {
+    return 2u * me.call + (r == 1 && me.call == settings_.different_call);
   }
-  uint8_t signature(int r, const Rank& me) const {
-    return r == 1 && me.call == settings_.different_call ? 2 : 1;
+  bool is_other_call(uint8_t seen, int r, const Rank& me) const {
+    const auto shown = [](uint64_t signature) {
+      // A call's first barrier is its entry.
+      return mok::call_at(signature, 2 * (signature / 2) - 1);
+    };
+    return settings_.bug == Bug::kComparesAnyCall
+               ? seen != signature(r, me)
+               : mok::is_other_call(shown(seen), shown(signature(r, me)));
   }
 
   uint8_t epoch_of(mok::Meeting meeting, const Rank& me) const {

@@ -64,6 +64,7 @@ int main() {
     expect(true, "failures not looked at", {moves, 2, 3, Bug::kIgnoresFailure});
     expect(true, "failures shown late", {moves, 2, 3, Bug::kShowsLate});
     expect(true, "calls not compared", {moves, 2, 2, Bug::kComparesNoCalls, false, 1});
+    expect(true, "calls compared with any", {moves, 2, 2, Bug::kComparesAnyCall});
     expect(true, "calls compared late", {moves, 2, 2, Bug::kComparesLate, false, 1});
   }
   std::puts("meetings good");
