@@ -16,12 +16,15 @@ namespace backward_jobs {
 
 using namespace mok::sm90;
 
+enum Tokens { kX, kDy };  // fetched in two turns
+
 enum class Bug {
   kNone,
-  kReadsUnfetched,    // tokens are not awaited
-  kReadsUnreplayed,   // pre-activations are not awaited
-  kReadsUnwritten,    // gradients of hidden rows are not awaited
-  kOverwritesUnread,  // waves do not await those before
+  kReadsUnfetched,     // tokens are not awaited
+  kAwaitsOtherTokens,  // x where dy is needed, if x is first; else the reverse
+  kReadsUnreplayed,    // pre-activations are not awaited
+  kReadsUnwritten,     // gradients of hidden rows are not awaited
+  kOverwritesUnread,   // waves do not await those before
   kCountsOneLess,
   kReusesSlot,     // two tiles of a wave may have the same place
   kStaleCounters,  // a call begins with the counts of the last one
@@ -31,7 +34,7 @@ struct Load {
   BackwardShape shape;
   std::vector<int> tiles;  // by expert
   int saved_tiles = 0;
-  int fetchers = 0;  // of the tokens of the tiles, in turn
+  int fetchers = 0;  // of both turns' tokens, each of some tiles
 };
 
 class Jobs {
@@ -70,17 +73,20 @@ class Jobs {
       }
     }
     work.fetchers.resize(load_.fetchers);
-    for (int tile = 0; tile < tiles() && load_.fetchers > 0; ++tile) {
-      work.fetchers[tile % load_.fetchers].push_back(
-          {{}, {}, {{token_place(tile), tile}}, {fetched(tile)}});
+    // One may be at its second turn while another is at its first.
+    for (const Tokens tokens : {first_turn(), first_turn() == kX ? kDy : kX}) {
+      for (int tile = 0; tile < tiles() && load_.fetchers > 0; ++tile) {
+        work.fetchers[tile % load_.fetchers].push_back(
+            {{}, {}, {{token_place(tokens, tile), tile}}, {fetched(tokens, tile)}});
+      }
     }
-    work.places = token_place(tiles());
+    work.places = token_place(kDy, tiles());
     for (int tile = 0; tile < load_.saved_tiles; ++tile) {
       for (int column = 0; column < shape().replay_columns; ++column) {
         work.contents.push_back({saved_place(tile, column), pre_activations(tile)});
       }
     }
-    work.counters.resize(3 * tiles() + wave_count());
+    work.counters.resize(wave_done(wave_count()));
     if (bug_ == Bug::kStaleCounters) {
       std::ranges::fill(work.counters, 1000);
     }
@@ -90,6 +96,7 @@ class Jobs {
  private:
   const BackwardShape& shape() const { return load_.shape; }
   int tiles() const { return starts_.back().tile; }
+  Tokens first_turn() const { return waves_.front().replays != 0 ? kX : kDy; }
   int wave_count() const { return static_cast<int>(waves_.size()) - 1; }
   BackwardTable table() const {
     return {shape(), {shape().work, starts_.data(), static_cast<int>(load_.tiles.size())}};
@@ -97,8 +104,8 @@ class Jobs {
 
   int replayed(int tile) const { return tile; }
   int hidden_ready(int tile) const { return tiles() + tile; }
-  int fetched(int tile) const { return 2 * tiles() + tile; }
-  int wave_done(int wave) const { return 3 * tiles() + wave; }
+  int fetched(Tokens tokens, int tile) const { return (2 + tokens) * tiles() + tile; }
+  int wave_done(int wave) const { return 4 * tiles() + wave; }
 
   // Saved pre-activations, and from the same place on the ring of gradients; the ring of weighted
   // hidden rows; partial sums of the weights' gradients; tokens.
@@ -116,9 +123,9 @@ class Jobs {
     return hidden_place(0, 0) + ring_tiles() * shape().hidden_columns +
            (item.expert * shape().items_of_expert() + of_expert) * shape().work.cluster + block;
   }
-  int token_place(int tile) const {
+  int token_place(Tokens tokens, int tile) const {
     const WorkItem behind{0, 0, static_cast<int>(load_.tiles.size()), 0};
-    return sums_place(behind, 0) + tile;
+    return sums_place(behind, 0) + tokens * tiles() + tile;
   }
 
   static int pre_activations(int tile) { return 2 * tile; }
@@ -158,9 +165,9 @@ class Jobs {
 
   void add_replay(const BlockWork& work, kernel_model::Job& job) const {
     const bool is_used = work.column_block < shape().replay_columns;
-    await_tokens(job, work.tile + work.tiles);
+    await_tokens(job, kX, work.tile + work.tiles);
     for (int tile = work.tile; is_used && tile < work.tile + work.tiles; ++tile) {
-      read_token(job, tile);
+      read_tokens(job, kX, tile);
       job.writes.push_back({gradient_place(tile, work.column_block), pre_activations(tile)});
       job.tells.push_back(replayed(tile));
     }
@@ -168,7 +175,7 @@ class Jobs {
 
   void add_hidden(const BlockWork& work, bool replays, kernel_model::Job& job) const {
     const bool is_used = work.column_block < shape().hidden_columns;
-    await_tokens(job, work.tile + work.tiles);
+    await_tokens(job, kDy, work.tile + work.tiles);
     for (int tile = work.tile; tile < work.tile + work.tiles; ++tile) {
       if (replays && bug_ != Bug::kReadsUnreplayed) {
         await(job, replayed(tile), shape().replay_columns);
@@ -176,7 +183,7 @@ class Jobs {
       if (!is_used) {
         continue;
       }
-      read_token(job, tile);
+      read_tokens(job, kDy, tile);
       for_each_replay_column(work.column_block, [&](int column) {
         const int place = replays ? gradient_place(tile, column) : saved_place(tile, column);
         job.reads.push_back({place, pre_activations(tile)});
@@ -203,11 +210,14 @@ class Jobs {
     const Start own = starts_[item.expert], next = starts_[item.expert + 1];
     const int begin = std::max(own.tile, waves_[wave].first_tile);
     const int end = std::min(next.tile, waves_[wave + 1].first_tile);
-    await_tokens(job, end);
+    const bool is_down = product_of(item) == BackwardProduct::kDownWeights;
+    // Who made a tile's gradients has awaited its dy, but x only if it was replayed.
+    if (!is_down) {
+      await_tokens(job, kX, end);
+    }
     for (int tile = begin; tile < end; ++tile) {
       await_gradients(job, tile);
-      read_token(job, tile);
-      const bool is_down = product_of(item) == BackwardProduct::kDownWeights;
+      read_tokens(job, is_down ? kDy : kX, tile);
       job.reads.push_back({is_down ? hidden_place(tile, work.column_block)
                                    : gradient_place(tile, work.column_block),
                            gradients(tile)});
@@ -237,14 +247,17 @@ class Jobs {
       await(job, hidden_ready(tile), shape().hidden_columns);
     }
   }
-  void await_tokens(kernel_model::Job& job, int end) const {
+  void await_tokens(kernel_model::Job& job, Tokens tokens, int end) const {
+    // Whoever has a tile's tokens of the second turn has those of the first, but not the reverse.
+    const Tokens awaited = bug_ == Bug::kAwaitsOtherTokens ? first_turn() : tokens;
     for (int tile = 0; tile < end && load_.fetchers > 0 && bug_ != Bug::kReadsUnfetched; ++tile) {
-      await(job, fetched(tile), 1);
+      await(job, fetched(awaited, tile), 1);
     }
   }
-  void read_token(kernel_model::Job& job, int tile) const {
-    if (load_.fetchers > 0) {
-      job.reads.push_back({token_place(tile), tile});
+  // A token that several tiles need is fetched for the first of them.
+  void read_tokens(kernel_model::Job& job, Tokens tokens, int tile) const {
+    for (int first = 0; first <= tile && load_.fetchers > 0; ++first) {
+      job.reads.push_back({token_place(tokens, first), first});
     }
   }
 

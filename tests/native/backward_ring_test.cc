@@ -24,9 +24,10 @@ struct Case {
   int clusters;
 };
 
-Load small_load(int cluster, int ring, std::vector<int> tiles, int saved, int fetchers) {
+Load small_load(int cluster, int ring, std::vector<int> tiles, int saved, int fetchers,
+                int inner = 256) {
   const int most_tiles = std::reduce(tiles.begin(), tiles.end());
-  const BackwardShape shape = backward_shape(cluster, ring, most_tiles, 256, 256, 1);
+  const BackwardShape shape = backward_shape(cluster, ring, most_tiles, 256, inner, 1);
   return {shape, std::move(tiles), saved, fetchers};
 }
 
@@ -38,16 +39,22 @@ void check_every_order() {
       {"an expert astride waves", small_load(1, 2, {5}, 2, 0), 2},
       {"three clusters", small_load(1, 2, {2, 2}, 2, 0), 3},
       {"two blocks", small_load(2, 4, {4, 1}, 0, 0), 2},
-      {"fetched tokens", small_load(1, 2, {2, 1}, 0, 2), 2},
+      {"fetched tokens, replayed waves", small_load(1, 2, {2, 1}, 0, 2), 2},
+      {"fetched tokens, saved pre-activations", small_load(1, 2, {2, 1}, 3, 2), 2},
+      {"fetched tokens, replayed after a saved wave", small_load(1, 2, {2, 1}, 2, 2), 2},
+      // Few enough columns that one gets past the items for which the two others wait.
+      {"fetched tokens, three clusters", small_load(1, 2, {1, 1}, 2, 2, 128), 3},
   };
   for (const auto& [name, load, clusters] : cases) {
     every_order::expect(false, name, kernel_model::Kernel(Jobs(load, Bug::kNone).work(), clusters));
   }
-  const Load load = small_load(1, 2, {2, 1}, 0, 1);
-  const auto expect_wrong = [&](Bug bug, const char* name) {
+  const auto expect_wrong = [](Bug bug, const char* name, int saved_tiles = 0) {
+    const Load load = small_load(1, 2, {2, 1}, saved_tiles, 1);
     every_order::expect(true, name, kernel_model::Kernel(Jobs(load, bug).work(), 2));
   };
   expect_wrong(Bug::kReadsUnfetched, "tokens not awaited");
+  expect_wrong(Bug::kAwaitsOtherTokens, "x awaited instead of dy");
+  expect_wrong(Bug::kAwaitsOtherTokens, "dy awaited instead of x", 3);
   expect_wrong(Bug::kReadsUnreplayed, "pre-activations not awaited");
   expect_wrong(Bug::kReadsUnwritten, "gradients not awaited");
   expect_wrong(Bug::kOverwritesUnread, "waves before not awaited");
@@ -84,8 +91,8 @@ void check_random_orders() {
     std::exit(1);
   }
   for (const Bug bug :
-       {Bug::kReadsUnfetched, Bug::kReadsUnreplayed, Bug::kReadsUnwritten, Bug::kOverwritesUnread,
-        Bug::kCountsOneLess, Bug::kReusesSlot, Bug::kStaleCounters}) {
+       {Bug::kReadsUnfetched, Bug::kAwaitsOtherTokens, Bug::kReadsUnreplayed, Bug::kReadsUnwritten,
+        Bug::kOverwritesUnread, Bug::kCountsOneLess, Bug::kReusesSlot, Bug::kStaleCounters}) {
     const int wrong = wrong_runs(bug, 200);
     std::printf("bug %d: %d of 200 runs go wrong\n", static_cast<int>(bug), wrong);
     if (wrong == 0) {
