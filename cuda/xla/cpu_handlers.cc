@@ -11,6 +11,7 @@
 
 #include "core/plan.h"
 #include "host/faults.h"
+#include "host/mx.h"
 #include "host/plan_builder.h"
 #include "host/rendezvous.h"
 #include "host/transfer.h"
@@ -211,6 +212,41 @@ ffi::Error weighted_sum_of_slots(ffi::AnyBuffer slots, Int32Buffer slot_rank,
   return ffi::Error::Success();
 }
 
+MxShape mx_shape(ffi::AnyBuffer array) {
+  const auto sizes = array.dimensions();
+  return {sizes[0], sizes[1], sizes[2]};
+}
+
+uint8_t* bytes(ffi::AnyBuffer array) { return static_cast<uint8_t*>(array.untyped_data()); }
+
+// values is float32 or bfloat16 [outer, length, inner]. Elements and scales, float8_e4m3fn and
+// float8_e8m0fnu, are types for which the FFI knows no C++ type.
+ffi::Error quantize(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> elements,
+                    ffi::Result<ffi::AnyBuffer> scales) {
+  const auto run = [&]<typename T>(const T* typed) {
+    mx_quantize(typed, mx_shape(values), bytes(*elements), bytes(*scales));
+  };
+  if (values.element_type() == ffi::F32) {
+    run(static_cast<const float*>(values.untyped_data()));
+  } else {
+    run(static_cast<const BFloat16*>(values.untyped_data()));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error dequantize(ffi::AnyBuffer elements, ffi::AnyBuffer scales,
+                      ffi::Result<ffi::AnyBuffer> values) {
+  const auto run = [&]<typename T>(T* typed) {
+    mx_dequantize(bytes(elements), bytes(scales), mx_shape(elements), typed);
+  };
+  if (values->element_type() == ffi::F32) {
+    run(static_cast<float*>(values->untyped_data()));
+  } else {
+    run(static_cast<BFloat16*>(values->untyped_data()));
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace mok
 
@@ -283,6 +319,14 @@ XLA_FFI_DEFINE_HANDLER(weighted_sum_handler, weighted_sum_of_slots,
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(
+    quantize_handler, quantize,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER(
+    dequantize_handler, dequantize,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
 constexpr XLA_FFI_TypeInfo kCallSiteType = ffi::MakeTypeInfo<CallSite>();
 
 }  // namespace
@@ -313,5 +357,7 @@ XLA_FFI_Error* MokPlanOfGatheredRoutes(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* MokDispatch(XLA_FFI_CallFrame* frame) { return mok::dispatch_handler(frame); }
 XLA_FFI_Error* MokCombine(XLA_FFI_CallFrame* frame) { return mok::combine_handler(frame); }
 XLA_FFI_Error* MokWeightedSum(XLA_FFI_CallFrame* frame) { return mok::weighted_sum_handler(frame); }
+XLA_FFI_Error* MokQuantize(XLA_FFI_CallFrame* frame) { return mok::quantize_handler(frame); }
+XLA_FFI_Error* MokDequantize(XLA_FFI_CallFrame* frame) { return mok::dequantize_handler(frame); }
 
 }  // extern "C"

@@ -34,6 +34,8 @@ nb::dict registrations() {
   targets["jax_mok_dispatch"] = meeting(MokDispatch);
   targets["jax_mok_combine"] = meeting(MokCombine);
   targets["jax_mok_weighted_sum"] = execute(MokWeightedSum);
+  targets["jax_mok_quantize"] = execute(MokQuantize);
+  targets["jax_mok_dequantize"] = execute(MokDequantize);
   return targets;
 }
 
