@@ -14,6 +14,7 @@ from jax_mok.errors import MoEInputError
 
 Direction = Literal["pull", "push"]
 Composition = Literal["auto", "fused", "composed", "collective"]
+Precision = Literal["operands", "mxfp8"]
 
 TILE_ROWS = 64
 _MOST_ROWS = 2**31 - TILE_ROWS
@@ -25,7 +26,8 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 class MoEConfig:
     """Options of the layer. Immutable and hashable, so it can be a static argument.
 
-    None of them changes a bit of any result, except `clamp` and, on GPUs, `composition`.
+    None of them changes a bit of any result, except `clamp`, `precision` and, on GPUs,
+    `composition`.
 
     Attributes:
       ring_rows: rows of the ring that holds dispatched tokens on an expert's rank, a multiple of 64
@@ -54,6 +56,11 @@ class MoEConfig:
       reverse_dispatch: as `combine`, for the input's gradient.
       clamp: if given, the gate is limited to at most `clamp` and the up projection to
         ±`clamp` before the activation (as in gpt-oss).
+      precision: "operands" multiplies in x's dtype. "mxfp8" rounds what the products contract to
+        MXFP8, in blocks of 32; activations and their gradients travel to the experts so, and
+        weights may be stored so. H and I are multiples of 32 then. What is rounded along which axis
+        is listed in `jax_mok.precision`. It has no GPU kernel yet: GPUs take it with
+        composition="collective".
       composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through
         memory that the ranks share, "collective" through XLA's own collectives, around products
         that are XLA's. "auto" on CPU devices: collective if several processes take part, else
@@ -77,6 +84,7 @@ class MoEConfig:
     reverse_combine: Direction = "pull"
     reverse_dispatch: Direction = "push"
     clamp: float | None = None
+    precision: Precision = "operands"
     composition: Composition = "auto"
     timeout_s: float = 120.0
 
@@ -87,6 +95,7 @@ class MoEConfig:
                 object.__setattr__(self, name, _rows(name, getattr(self, name), least))
         for name in ("dispatch", "combine", "reverse_combine", "reverse_dispatch"):
             _check_choice(name, getattr(self, name), get_args(Direction))
+        _check_choice("precision", self.precision, get_args(Precision))
         _check_choice("composition", self.composition, get_args(Composition))
         if self.clamp is not None:
             object.__setattr__(self, "clamp", _positive("clamp", self.clamp, _LARGEST_FLOAT32))

@@ -2,7 +2,7 @@
 
 A tile is 64 rows of one expert. Every product has a tile's shape whatever the load, the ring and
 the number of ranks, so the bits of a row depend on nothing but the row and the expert's weights.
-Products accumulate in f32.
+Products accumulate in f32. What they are made of, as given or in MXFP8, is `precision`'s.
 """
 
 from __future__ import annotations
@@ -14,18 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_mok import precision
 from jax_mok.activation import store, swiglu, swiglu_gradient
 from jax_mok.call import Call
 from jax_mok.config import TILE_ROWS
 from jax_mok.plan import Plan
-
-
-class Weights(NamedTuple):
-    """This rank's experts: gate and up [experts/n, H, I], down [experts/n, I, H]."""
-
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+from jax_mok.precision import Weight, Weights
 
 
 class BackwardRows(NamedTuple):
@@ -51,7 +45,7 @@ def pre_activations_type(call: Call, dtype: jnp.dtype, inner: int) -> jax.ShapeD
 def forward(
     call: Call,
     rows: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     plan: Plan,
     wave: jax.Array,
     pre_activations: jax.Array | None,
@@ -60,7 +54,7 @@ def forward(
 
     Args:
       call: the call.
-      rows: [ring_rows, H] dispatched tokens.
+      rows: [ring_rows, H] dispatched tokens, as products take them.
       weights: this rank's experts.
       plan: this rank's plan.
       wave: int32 scalar.
@@ -71,21 +65,21 @@ def forward(
     """
 
     def run_tile(
-        tile: jax.Array, expert: Weights, carry: tuple[jax.Array, jax.Array | None]
+        tile: jax.Array, expert: Weights[jax.Array], carry: tuple[jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array | None]:
         rows, kept = carry
         x = _tile_rows(call, rows, tile)
         pre_activations = _pre_activations(call, x, expert)
         if kept is not None:
             kept = kept.at[jnp.minimum(tile, saved_tiles(call))].set(pre_activations)
-        hidden = swiglu(pre_activations, call.config.clamp).astype(x.dtype)
-        y = _product(hidden, expert.down).astype(x.dtype)
+        hidden = precision.activation(call, swiglu(pre_activations, call.config.clamp))
+        y = _product(hidden.astype(x.dtype), expert.down).astype(x.dtype)
         return _set_tile_rows(call, rows, tile, y), kept
 
     def run_expert(
         run: _ExpertRun, carry: tuple[jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array | None]:
-        expert = run.select(weights, rows.dtype)
+        expert = run.select(weights, _for_forward(call, rows.dtype))
         return _loop(run.tiles, lambda tile, carry: run_tile(tile, expert, carry), carry)
 
     return _for_each_expert(call, plan, wave, run_expert, (rows, pre_activations))
@@ -95,18 +89,18 @@ def backward(
     call: Call,
     rows: BackwardRows,
     dy: jax.Array,
-    weights: Weights,
-    weight_gradients: Weights,
+    weights: Weights[Weight],
+    weight_gradients: Weights[jax.Array],
     plan: Plan,
     wave: jax.Array,
     pre_activations: jax.Array,
-) -> tuple[BackwardRows, Weights]:
+) -> tuple[BackwardRows, Weights[jax.Array]]:
     """Gradients of one wave of rows, and their share of the weights' gradients.
 
     Args:
       call: the call.
-      rows: dispatched x and router weights.
-      dy: [ring_rows, H] the output gradient of each row's token, not yet weighted.
+      rows: dispatched x, as products take it, and router weights.
+      dy: [ring_rows, H] the output gradient of each row's token, not yet weighted; as x.
       weights: this rank's experts.
       weight_gradients: f32 sums of the earlier waves.
       plan: this rank's plan.
@@ -118,8 +112,11 @@ def backward(
     """
 
     def run_tile(
-        tile: jax.Array, expert: Weights, carry: tuple[BackwardRows, Weights]
-    ) -> tuple[BackwardRows, Weights]:
+        tile: jax.Array,
+        expert: Weights[jax.Array],
+        replayed: Weights[jax.Array],
+        carry: tuple[BackwardRows, Weights[jax.Array]],
+    ) -> tuple[BackwardRows, Weights[jax.Array]]:
         rows, sums = carry
         x = _tile_rows(call, rows.value, tile)
         router_weight = _tile_rows(call, rows.router_weight, tile)
@@ -129,13 +126,14 @@ def backward(
         stored = lax.cond(
             tile < saved_tiles(call),
             lambda: pre_activations[jnp.minimum(tile, saved_tiles(call))],
-            lambda: _pre_activations(call, x, expert),
+            lambda: _pre_activations(call, x, replayed),
         )
-        hidden = swiglu(stored, clamp)
+        hidden = precision.activation(call, swiglu(stored, clamp))
         d_hidden = _product(dy_tile, expert.down, contract=(1, 1))
         d_router_weight = jnp.sum(hidden * d_hidden, axis=1, keepdims=True)
         d_gate, d_up = swiglu_gradient(stored, router_weight * d_hidden, clamp)
-        d_gate, d_up = d_gate.astype(x.dtype), d_up.astype(x.dtype)
+        d_gate = precision.activation(call, d_gate).astype(x.dtype)
+        d_up = precision.activation(call, d_up).astype(x.dtype)
         dx = _product(d_gate, expert.gate, contract=(1, 1)) + _product(
             d_up, expert.up, contract=(1, 1)
         )
@@ -152,14 +150,20 @@ def backward(
         return rows, sums
 
     def run_expert(
-        run: _ExpertRun, carry: tuple[BackwardRows, Weights]
-    ) -> tuple[BackwardRows, Weights]:
+        run: _ExpertRun, carry: tuple[BackwardRows, Weights[jax.Array]]
+    ) -> tuple[BackwardRows, Weights[jax.Array]]:
         rows, gradients = carry
-        expert = run.select(weights, dy.dtype)
+        expert = replayed = run.select(weights, _for_backward(call, dy.dtype))
+        if call.config.precision == "mxfp8":
+            replayed = lax.cond(
+                run.tiles[1] > saved_tiles(call),
+                lambda: run.select(weights, _for_forward(call, dy.dtype)),
+                lambda: expert,  # no tile of the run is replayed
+            )
         rows, sums = _loop(
             run.tiles,
-            lambda tile, carry: run_tile(tile, expert, carry),
-            (rows, run.select(gradients, jnp.float32)),
+            lambda tile, carry: run_tile(tile, expert, replayed, carry),
+            (rows, run.select(gradients, lambda matrix: matrix)),
         )
         gradients = jax.tree.map(lambda all_, one: all_.at[run.expert].set(one), gradients, sums)
         return rows, gradients
@@ -168,6 +172,7 @@ def backward(
 
 
 _Carry = TypeVar("_Carry")
+_Of = TypeVar("_Of")
 
 
 class _ExpertRun(NamedTuple):
@@ -176,8 +181,19 @@ class _ExpertRun(NamedTuple):
     expert: jax.Array
     tiles: tuple[jax.Array, jax.Array]
 
-    def select(self, weights: Weights, dtype: jnp.dtype) -> Weights:
-        return Weights(*(weight[self.expert].astype(dtype) for weight in weights))
+    def select(
+        self, weights: Weights[_Of], convert: Callable[[_Of], jax.Array]
+    ) -> Weights[jax.Array]:
+        experts = jax.tree.map(lambda array: array[self.expert], weights)
+        return Weights(*map(convert, experts))
+
+
+def _for_forward(call: Call, dtype: jnp.dtype) -> Callable[[Weight], jax.Array]:
+    return lambda matrix: precision.for_forward(call, matrix, dtype)
+
+
+def _for_backward(call: Call, dtype: jnp.dtype) -> Callable[[Weight], jax.Array]:
+    return lambda matrix: precision.for_backward(call, matrix, dtype)
 
 
 def _for_each_expert(
@@ -229,7 +245,7 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> 
     return lax.platform_dependent(a, b, cuda=product_alone, default=product)
 
 
-def _pre_activations(call: Call, x: jax.Array, expert: Weights) -> jax.Array:
+def _pre_activations(call: Call, x: jax.Array, expert: Weights[jax.Array]) -> jax.Array:
     """[2, 64, I] gate and up of a tile."""
     gate, up = _product(x, expert.gate), _product(x, expert.up)
     return store(gate, up, x.dtype, call.config.clamp)

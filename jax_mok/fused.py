@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mok import experts, ffi, gpu, memory_parts, plan
+from jax_mok import experts, ffi, gpu, memory_parts, plan, precision
 from jax_mok.call import Call
-from jax_mok.experts import Weights
 from jax_mok.layer import Gradients
 from jax_mok.plan import Plan
+from jax_mok.precision import Weight, Weights
 from jax_mok.sharding import vary
 from jax_mok.transforms import refuse_when_lowered
 
@@ -22,13 +22,13 @@ def forward(
     x: jax.Array,
     expert_ids: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
 ) -> jax.Array:
     """y [T, H], as `layer.forward`; the program is refused when lowered if no kernel fits it.
 
     It is traced on every platform, so it may not raise while it is traced.
     """
-    reason = gpu.why_not(call.layout) or _why_not(x, weights)
+    reason = _why_not(call, x, weights)
     if reason is not None:
         return refuse_when_lowered(x, reason)
     return _call_kernel(call, x, expert_ids, router_weights, weights, keep=[])[0]
@@ -39,7 +39,7 @@ def forward_and_keep(
     x: jax.Array,
     expert_ids: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
 ) -> tuple[jax.Array, Plan, jax.Array]:
     """As `forward`, and what the backward pass needs of it.
 
@@ -48,7 +48,7 @@ def forward_and_keep(
       `experts.pre_activations_type`, each tile in the order of `cuda/sm90/forward.h`.
     """
     kept = experts.pre_activations_type(call, x.dtype, weights.gate.shape[2])
-    reason = gpu.why_not(call.layout) or _why_not(x, weights)
+    reason = _why_not(call, x, weights)
     if reason is not None:
         refused = refuse_when_lowered(x, reason)
         nothing = vary(jnp.zeros(kept.shape, kept.dtype), call.axes)
@@ -71,7 +71,7 @@ def backward(
     routed_plan: Plan,
     x: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     pre_activations: jax.Array,
     dy: jax.Array,
     weight_dtype: jnp.dtype,
@@ -88,7 +88,7 @@ def backward(
     counts = memory_parts.backward_counts(
         M=layout.max_rows, R=ring_rows, e=layout.local_experts, H=hidden, I=inner
     )
-    reason = gpu.why_not(layout) or _why_not(x, weights) or memory_parts.too_many(**counts)
+    reason = _why_not(call, x, weights) or memory_parts.too_many(**counts)
     if reason is not None:
         zeros = [
             refuse_when_lowered(vary(jnp.zeros(a.shape, dtype), call.axes), reason)
@@ -119,7 +119,7 @@ def backward(
         x,
         dy,
         router_weights,
-        *(weight.astype(x.dtype) for weight in weights),
+        *(precision.for_forward(call, weight, x.dtype) for weight in weights),
         pre_activations,
         routed_plan.row_source,
         routed_plan.expert_tile,
@@ -141,7 +141,7 @@ def _call_kernel(
     x: jax.Array,
     expert_ids: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     *,
     keep: list[jax.ShapeDtypeStruct],
 ) -> list[jax.Array]:
@@ -164,12 +164,24 @@ def _call_kernel(
     ]
     attributes = {**sizes, **gpu.meeting(call), "clamp": _clamp(call)}
     target = "jax_mok_forward_alone" if layout.ranks == 1 else "jax_mok_forward_peers"
-    operands = (x, expert_ids, router_weights, *(weight.astype(x.dtype) for weight in weights))
+    operands = (
+        x,
+        expert_ids,
+        router_weights,
+        *(precision.for_forward(call, weight, x.dtype) for weight in weights),
+    )
     y, _, *rest = ffi.call(target, results, operands, attributes, call.axes)
     return [y, *rest]
 
 
-def _why_not(x: jax.Array, weights: Weights) -> str | None:
+def _why_not(call: Call, x: jax.Array, weights: Weights[Weight]) -> str | None:
+    if call.config.precision != "operands":
+        return (
+            f"precision={call.config.precision!r} has no GPU kernel yet: on GPUs use it with "
+            "MoEConfig(composition='collective')"
+        )
+    if (reason := gpu.why_not(call.layout)) is not None:
+        return reason
     hidden, inner = x.shape[1], weights.gate.shape[2]
     if x.dtype != jnp.bfloat16:
         return f"x has dtype {x.dtype}; the GPU kernels take bfloat16: convert it with .astype"

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_mok import collective, composed, experts, ffi
+from jax_mok import collective, composed, experts, ffi, precision
 from jax_mok.call import Call, Operation
 from jax_mok.config import TILE_ROWS
-from jax_mok.experts import Weights
 from jax_mok.plan import Plan
+from jax_mok.precision import Weight, Weights
 from jax_mok.sharding import vary
 
 
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 
     x: jax.Array
     router_weights: jax.Array
-    weights: Weights
+    weights: Weights[jax.Array]
 
 
 def forward(
@@ -42,7 +42,7 @@ def forward(
     routed: Routed,
     x: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     *,
     keep_pre_activations: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -52,12 +52,14 @@ def forward(
         kept = experts.pre_activations_type(call, x.dtype, weights.gate.shape[-1])
         pre_activations = vary(jnp.zeros(kept.shape, kept.dtype), call.axes)
     slots = vary(jnp.zeros((call.layout.choices, x.shape[1]), x.dtype), call.axes)
+    tokens = precision.to_move(call, x)
 
     def run_wave(
         wave: jax.Array, carry: tuple[jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array | None]:
         slots, kept = carry
-        rows = _dispatch(call, Operation.DISPATCH, x, routed, wave)
+        rows = _dispatch(call, Operation.DISPATCH, tokens, routed, wave)
+        rows = precision.moved(call, rows, x.dtype)
         rows, kept = experts.forward(call, rows, weights, routed.plan, wave, kept)
         return _combine(call, Operation.COMBINE, rows, slots, routed, wave), kept
 
@@ -70,7 +72,7 @@ def backward(
     routed: Routed,
     x: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     pre_activations: jax.Array,
     dy: jax.Array,
 ) -> Gradients:
@@ -79,18 +81,21 @@ def backward(
     dx_slots = vary(jnp.zeros((choices, x.shape[1]), x.dtype), call.axes)
     dw_slots = vary(jnp.zeros((choices, 1), jnp.float32), call.axes)
     sums = Weights(*(vary(jnp.zeros(w.shape, jnp.float32), call.axes) for w in weights))
+    tokens, gradients = precision.to_move(call, x), precision.to_move(call, dy)
 
     def run_wave(
-        wave: jax.Array, carry: tuple[jax.Array, jax.Array, Weights]
-    ) -> tuple[jax.Array, jax.Array, Weights]:
+        wave: jax.Array, carry: tuple[jax.Array, jax.Array, Weights[jax.Array]]
+    ) -> tuple[jax.Array, jax.Array, Weights[jax.Array]]:
         dx_slots, dw_slots, sums = carry
+        x_rows = _dispatch(call, Operation.DISPATCH, tokens, routed, wave)
         rows = experts.BackwardRows(
-            _dispatch(call, Operation.DISPATCH, x, routed, wave),
+            precision.moved(call, x_rows, x.dtype),
             _dispatch(
                 call, Operation.REVERSE_COMBINE, router_weights.reshape(choices, 1), routed, wave
             ),
         )
-        dy_rows = _dispatch(call, Operation.REVERSE_COMBINE, dy, routed, wave)
+        dy_rows = _dispatch(call, Operation.REVERSE_COMBINE, gradients, routed, wave)
+        dy_rows = precision.moved(call, dy_rows, x.dtype)
         rows, sums = experts.backward(
             call, rows, dy_rows, weights, sums, routed.plan, wave, pre_activations
         )

@@ -174,6 +174,8 @@ def memory(
             f"{MOST_EXPERTS}"
         )
     config = config_or_default(config)
+    if config.precision != "operands":
+        raise MoEInputError(f"precision={config.precision!r} has no GPU kernel yet")
     layout = make_layout(config, ranks=n, tokens=T, top_k=K, experts=E)
     M, R, e = layout.max_rows, ring_rows(layout), E // n
     sizes = {"n": n, "T": T, "K": K, "E": E, "H": H, "I": I, "M": M, "R": R}

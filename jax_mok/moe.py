@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +14,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok import fused, gpu, layer
+from jax_mok import fused, gpu, layer, precision
 from jax_mok.call import Call, say_once
 from jax_mok.config import MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
-from jax_mok.experts import Weights
 from jax_mok.faults import check
 from jax_mok.layout import make_layout
 from jax_mok.plan import Plan, gather_plan_on_gpu, make_plan
+from jax_mok.precision import Weight, Weights
 from jax_mok.sharding import (
     check_axis_name,
     check_partitioned,
     find_position,
     sum_replicas,
     vary,
-    vary_all,
     varying_axes,
 )
 from jax_mok.transforms import guard, refuse_when_lowered
-from jax_mok.validate import check_experts, check_operands
+from jax_mok.validate import check_derivable, check_experts, check_operands
 
 _ROUTES_NAME = "jax_mok_routes"
 _PLAN_NAME = "jax_mok_plan"
@@ -50,9 +49,9 @@ def moe_ffn(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
     *,
     axis_name: str,
     config: MoEConfig | None = None,
@@ -73,7 +72,8 @@ def moe_ffn(
         choice. Other ids out of range are masked too, and reported by `jax_mok.check`.
       expert_weights: [T, K] float32, router weight of each choice.
       w_gate: [experts/n, H, I] this device's experts, n being the size of the axis; of x's dtype,
-        or float32 (then rounded to x's dtype, and its gradient comes back float32, unrounded).
+        or float32 (then rounded to x's dtype, and its gradient comes back float32, unrounded). With
+        precision "mxfp8" also an `MXArray` with blocks along axis −2, or of `prepare_weights`.
       w_up: as w_gate.
       w_down: [experts/n, I, H].
       axis_name: mesh axis over which experts are partitioned, in blocks.
@@ -89,11 +89,13 @@ def moe_ffn(
     check()
     config = config_or_default(config)
     position = find_position(axis_name, "moe_ffn")
-    check_operands(x, expert_ids, expert_weights, w_gate, w_up, w_down)
-    check_partitioned(axis_name, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    weights = Weights(w_gate, w_up, w_down)
+    check_operands(x, expert_ids, expert_weights, weights, config)
+    values = Weights(*map(precision.values_of, weights))
+    check_partitioned(axis_name, w_gate=values.gate, w_up=values.up, w_down=values.down)
     num_experts = w_gate.shape[0] * position.ranks
     tokens, top_k = expert_ids.shape
-    operands = (x, expert_weights, w_gate, w_up, w_down)
+    operands = (x, expert_weights, *values)
     call = Call(
         config=config,
         layout=make_layout(
@@ -107,16 +109,17 @@ def moe_ffn(
         return vary(x, call.axes)
     expert_ids = checkpoint_name(expert_ids, _ROUTES_NAME)
     expert_weights = checkpoint_name(expert_weights, _ROUTES_NAME)
-    return _moe(call, x, expert_weights, Weights(w_gate, w_up, w_down), expert_ids)
+    weights = Weights(*map(precision.constants, weights))
+    return _moe(call, x, expert_weights, weights, expert_ids)
 
 
 def moe(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
     *,
     mesh: Mesh | AbstractMesh,
     axis_name: str,
@@ -154,7 +157,8 @@ def moe(
             f"axis_name={axis_name!r} is not an axis of the mesh; "
             f"its axes are {', '.join(map(repr, mesh.axis_names))}"
         )
-    check_operands(x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    config = config_or_default(config)
+    check_operands(x, expert_ids, expert_weights, Weights(w_gate, w_up, w_down), config)
     if x.shape[0] % mesh.size:
         padded = -(-x.shape[0] // mesh.size) * mesh.size
         raise MoEInputError(
@@ -162,7 +166,6 @@ def moe(
             f"{padded} tokens, with expert_ids -1 for the padding"
         )
     check_experts(w_gate.shape[0], mesh.shape[axis_name], axis_name)
-    config = config_or_default(config)
     if config.composition == "composed" and not _ranks_share_a_process(mesh, axis_name):
         raise MoEInputError(
             "composition='composed' needs ranks that share memory, and along mesh axis "
@@ -213,11 +216,18 @@ def _only(spec: P, names: list[str]) -> P:
     return P(tuple(axis for axis in axes if axis in names))
 
 
+class _Operands(NamedTuple):
+    x: jax.Array
+    expert_ids: jax.Array
+    router_weights: jax.Array
+    weights: Weights[Weight]
+
+
 class _Residuals(NamedTuple):
     routed: layer.Routed
     x: jax.Array
     router_weights: jax.Array
-    weights: Weights
+    weights: Weights[Weight]
     pre_activations: jax.Array
 
 
@@ -226,40 +236,38 @@ def _moe(
     call: Call,
     x: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     expert_ids: jax.Array,
 ) -> jax.Array:
-    operands = _vary(call, x, expert_ids, router_weights, *weights)
-
+    operands = _vary(call, _Operands(x, expert_ids, router_weights, weights))
     return _forward(call, operands, keep=False)[0]
 
 
 _Forward = tuple[jax.Array, Plan | None, jax.Array | None]
 
 
-def _forward(call: Call, operands: list[jax.Array], *, keep: bool) -> _Forward:
+def _forward(call: Call, operands: _Operands, *, keep: bool) -> _Forward:
     """y, and if they are to be kept the plan and the pre-activations of the first rows.
 
     The platform is known only when the program is lowered: both ways are traced.
     """
 
     def in_waves(plan_of: Callable[[Call, jax.Array, jax.Array], Plan]) -> Callable[..., _Forward]:
-        def run(x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array) -> _Forward:
+        def run(*operands: Any) -> _Forward:
+            x, ids, router_weights, weights = operands
             place = vary(call.position.place(), call.axes)
             routed = layer.Routed(plan_of(call, ids, place), place)
             y, kept = layer.forward(
-                call, routed, x, router_weights, Weights(*w), keep_pre_activations=keep
+                call, routed, x, router_weights, weights, keep_pre_activations=keep
             )
             return y, routed.plan if keep else None, kept
 
         return run
 
-    def in_one_call(
-        x: jax.Array, ids: jax.Array, router_weights: jax.Array, *w: jax.Array
-    ) -> _Forward:
+    def in_one_call(*operands: Any) -> _Forward:
         if keep:
-            return fused.forward_and_keep(call, x, ids, router_weights, Weights(*w))
-        return fused.forward(call, x, ids, router_weights, Weights(*w)), None, None
+            return fused.forward_and_keep(call, *operands)
+        return fused.forward(call, *operands), None, None
 
     def refused(reason: str) -> Callable[..., _Forward]:
         return lambda x, *rest: on_cpu(refuse_when_lowered(x, reason), *rest)
@@ -274,40 +282,41 @@ def _forward(call: Call, operands: list[jax.Array], *, keep: bool) -> _Forward:
     )
 
 
-def _vary(call: Call, *operands: jax.Array) -> list[jax.Array]:
+def _vary(call: Call, operands: _Operands) -> _Operands:
     """The operands typed as differing along the call's axes, and refused under `jax.vmap`."""
-    return vary_all(tuple(map(guard, operands)), call.axes)
+    return jax.tree.map(lambda array: vary(guard(array), call.axes), operands)
 
 
 def _moe_forward(
     call: Call,
     x: jax.Array,
     router_weights: jax.Array,
-    weights: Weights,
+    weights: Weights[Weight],
     expert_ids: jax.Array,
 ) -> tuple[jax.Array, _Residuals]:
-    operands = _vary(call, x, expert_ids, router_weights, *weights)
-
+    check_derivable(weights)
+    operands = _vary(call, _Operands(x, expert_ids, router_weights, weights))
     y, plan, pre_activations = _forward(call, operands, keep=True)
     plan = checkpoint_name(plan, _PLAN_NAME)
     pre_activations = checkpoint_name(pre_activations, _PRE_ACTIVATIONS_NAME)
-    x, _, router_weights, *varied = operands
+    x, _, router_weights, weights = operands
     routed = layer.Routed(plan, vary(call.position.place(), call.axes))
-    return y, _Residuals(routed, x, router_weights, Weights(*varied), pre_activations)
+    return y, _Residuals(routed, x, router_weights, weights, pre_activations)
 
 
 def _moe_backward(
     call: Call, residuals: _Residuals, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, Weights, None]:
+) -> tuple[jax.Array, jax.Array, Weights[Weight | None], None]:
     dy = vary(guard(dy), call.axes)
     weights = residuals.weights
     # What is summed over replicas is summed in float32.
     summed_axes = {axis for axes in call.operand_axes[2:] for axis in varying_axes(dy) - axes}
     is_summed = any(jax.lax.axis_size(axis) > 1 for axis in summed_axes)
+    masters = [master for w in weights if (master := precision.master_of(w)) is not None]
     weight_dtype = (
         jnp.dtype(jnp.float32)
         if is_summed
-        else max((w.dtype for w in weights), key=lambda dtype: dtype.itemsize)
+        else max((w.dtype for w in masters), key=lambda dtype: dtype.itemsize, default=dy.dtype)
     )
 
     def in_waves(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
@@ -347,8 +356,7 @@ def _moe_backward(
             strict=True,
         )
     )
-    in_their_dtypes = (d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
-    return dx, d_router_weights, Weights(*in_their_dtypes), None
+    return dx, d_router_weights, Weights(*map(precision.gradient_of, weights, d_weights)), None
 
 
 _moe.defvjp(_moe_forward, _moe_backward)

@@ -1,14 +1,20 @@
 """OCP MXFP8: elements of 8 bits, and for every 32 of them along one axis a power of two.
 
 The format is that of "OCP Microscaling Formats (MX) Specification", version 1.0: elements E4M3
-(`jnp.float8_e4m3fn`: bias 7, no infinities, at most 448), scales E8M0 (a biased exponent, bias 127,
-255 is NaN). The specification leaves the choice of the scale to the implementation; here it is the
-least power of two with which no element of the block is beyond 448, and 2⁻¹²⁷ for a block of zeros:
+(`jnp.float8_e4m3fn`: bias 7, no infinities, at most 448), scales E8M0 (`jnp.float8_e8m0fnu`: a
+biased exponent, bias 127, 255 is NaN). The specification leaves the choice of the scale to the
+implementation; here it is the least power of two with which no element of the block is beyond 448,
+and 2⁻¹²⁷ for a block of zeros:
 
     exponent = max(⌈log₂(amax / 448)⌉, −127),  element = round(x / 2^exponent)
 
 to the nearest, ties to the even one. What is not finite becomes NaN, alone: the block's scale is
-that of its finite elements. Numbers below 2⁻¹²⁶ count as zeros, as on devices that flush them.
+that of its finite elements. Numbers below 2⁻¹²⁶ count as zeros. `cuda/core/mx.h` has the same bits.
+
+Elements are no place for a gradient, which JAX would keep in their 8 bits. Rounding counts as the
+identity (straight through), and gradients go to the array that was quantised, its master:
+`quantize(x, axis, keep_master=True)` keeps it beside the elements. To differentiate an MXArray
+without one, or its elements, raises.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_mok.errors import MoEInputError
+from jax_mok.transforms import refuse_derivative
 
 BLOCK = 32
 """Elements along the contraction that share a scale."""
@@ -29,29 +36,43 @@ _BIAS = 127  # of scales, and of float32
 _MANTISSA_BITS = 23
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
+_LEAST_NORMAL = 0x00800000
 # 448 is 1.75 · 2^8: an amax with a larger mantissa than 1.75 needs the next power of two.
 _LARGEST_EXPONENT = 8
 _LARGEST_MANTISSA = 0x600000
 _ELEMENT_BIAS, _ELEMENT_MANTISSA_BITS = 7, 3
 _ELEMENT_NAN = 0x7F
+_NO_GRADIENT = (
+    "the elements of an MXArray have no gradient, which 8 bits could not hold: differentiate the "
+    "array that is quantised, with quantize(x, axis, keep_master=True)"
+)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["elements", "scales"], meta_fields=["axis"]
+    jax.tree_util.register_dataclass,
+    data_fields=["elements", "scales", "master"],
+    meta_fields=["axis"],
 )
 @dataclasses.dataclass(frozen=True)
 class MXArray:
-    """An array in MXFP8; a pytree, so it goes through `jit`, `device_put` and checkpoints.
+    """An array in MXFP8; a pytree, so it goes through `jit`, `scan`, `device_put` and checkpoints.
+
+    Where a tree of shardings or specs is asked for, one for the array is enough: it fits elements
+    and scales, as long as it cuts the axis with the blocks between blocks. Zeros are no scales:
+    float8_e8m0fnu has no zero, and JAX makes it NaN.
 
     Attributes:
       elements: float8_e4m3fn, of the array's shape.
-      scales: uint8, biased exponents; of the array's shape, but along `axis` a 32nd of it.
+      scales: float8_e8m0fnu; of the array's shape, but along `axis` a 32nd of it.
       axis: which axis has the blocks, counted from the end: −1 is the last one.
+      master: the array that was quantised, of any float dtype, to which gradients go; or None,
+        which is what to store.
     """
 
     elements: jax.Array
     scales: jax.Array
     axis: int
+    master: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,43 +80,62 @@ class MXArray:
         return self.elements.shape
 
     @property
+    def ndim(self) -> int:
+        """Of the array."""
+        return self.elements.ndim
+
+    @property
     def nbytes(self) -> int:
         """Of elements and scales."""
         return self.elements.nbytes + self.scales.nbytes
 
-    def check(self) -> None:
-        """Looks whether elements and scales belong together.
+    def check(self, name: str = "MXArray") -> None:
+        """Looks whether the parts belong together.
+
+        Args:
+          name: what messages call the array.
 
         Raises:
           MoEInputError: if they do not.
         """
         if self.elements.dtype != jnp.float8_e4m3fn:
             raise MoEInputError(
-                f"MXArray.elements have dtype {self.elements.dtype}; MXFP8 has float8_e4m3fn here: "
+                f"{name}.elements have dtype {self.elements.dtype}; MXFP8 has float8_e4m3fn here: "
                 "convert with jax_mok.quantize.quantize"
             )
         wanted = list(self.shape)
         wanted[_axis(self.axis, len(wanted))] //= BLOCK
         _check_length(self.shape, self.axis)
-        if self.scales.dtype != jnp.uint8 or list(self.scales.shape) != wanted:
+        if self.scales.dtype != jnp.float8_e8m0fnu or list(self.scales.shape) != wanted:
             raise MoEInputError(
-                f"MXArray.scales are {self.scales.dtype}{list(self.scales.shape)}; elements "
+                f"{name}.scales are {self.scales.dtype}{list(self.scales.shape)}; elements "
                 f"{list(self.shape)} in blocks of {BLOCK} along axis {self.axis} have "
-                f"uint8{wanted}"
+                f"float8_e8m0fnu{wanted}"
+            )
+        if self.master is not None and self.master.shape != self.shape:
+            raise MoEInputError(
+                f"{name}.master has shape {list(self.master.shape)}; that of the elements is "
+                f"{list(self.shape)}"
             )
 
 
-def quantize(x: ArrayLike, axis: int = -1) -> MXArray:
+def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXArray:
     """To MXFP8, by the rule above.
 
     Args:
       x: of any float dtype up to float32; its length along the axis is a multiple of 32.
       axis: the contraction of the product that x will be in.
+      keep_master: x becomes the array's master, to which gradients go.
 
     Raises:
-      MoEInputError: for another length.
+      MoEInputError: for another length or dtype.
+      MoEError: if x is differentiated, and is not kept.
     """
-    x = jnp.asarray(x).astype(jnp.float32)
+    master = jnp.asarray(x)
+    if not jnp.issubdtype(master.dtype, jnp.floating):
+        raise MoEInputError(f"x has dtype {master.dtype}; MXFP8 is made of floats")
+    fixed = jax.lax.stop_gradient(master) if keep_master else _without_gradient(master)
+    x = fixed.astype(jnp.float32)
     _check_length(x.shape, axis)
     place = _axis(axis, x.ndim)
     blocks = jnp.moveaxis(x, place, -1).reshape(*_without(x.shape, place), -1, BLOCK)
@@ -105,44 +145,62 @@ def quantize(x: ArrayLike, axis: int = -1) -> MXArray:
     # Of floats that are not negative the bits have the same order.
     largest = jnp.max(jnp.where(is_finite, magnitudes, 0), axis=-1)
     scales = _scale_of(largest)
-    codes = jnp.where(is_finite, _round(blocks, scales[..., None]), _ELEMENT_NAN)
+    # Not all devices flush what is below the least normal number.
+    finite = jnp.where((magnitudes >= _LEAST_NORMAL) & is_finite, blocks, 0)
+    codes = jnp.where(is_finite, _round(finite, scales[..., None]), _ELEMENT_NAN)
     signs = (bits >> 24 & 0x80).astype(jnp.uint8)
     elements = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8) | signs, jnp.float8_e4m3fn)
     elements = jnp.moveaxis(elements.reshape(*_without(x.shape, place), -1), -1, place)
-    return MXArray(elements, jnp.moveaxis(scales, -1, place), place - x.ndim)
+    scales = jax.lax.bitcast_convert_type(jnp.moveaxis(scales, -1, place), jnp.float8_e8m0fnu)
+    return MXArray(elements, scales, place - x.ndim, master if keep_master else None)
 
 
 def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The array in bfloat16 or float32: exact, but for numbers below 2⁻¹²⁶, which are zeros.
 
+    Its gradient is that of the array's master (straight through).
+
     Raises:
       MoEInputError: if elements and scales do not belong together.
+      MoEError: if elements or scales are differentiated.
     """
     array.check()
-    place = _axis(array.axis, len(array.shape))
-    exponents = jnp.repeat(array.scales, BLOCK, axis=place).astype(jnp.int32) - _BIAS
+    elements, scales = _without_gradient(array.elements), _without_gradient(array.scales)
+    place = _axis(array.axis, array.ndim)
+    scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    exponents = jnp.repeat(scales, BLOCK, axis=place).astype(jnp.int32) - _BIAS
     # By two factors, of which each is a normal number.
     half = exponents // 2
-    values = array.elements.astype(jnp.float32) * _power_of_two(half)
+    values = elements.astype(jnp.float32) * _power_of_two(half)
     values = values * _power_of_two(exponents - half)
-    return jnp.where(exponents == 255 - _BIAS, jnp.nan, values).astype(dtype)
+    least = jax.lax.bitcast_convert_type(jnp.uint32(_LEAST_NORMAL), jnp.float32)
+    values = jnp.where(jnp.abs(values) < least, jnp.copysign(0, values), values)
+    is_nan = (exponents == 255 - _BIAS) | jnp.isnan(values)
+    values = jnp.where(is_nan, jnp.nan, values).astype(dtype)
+    return values if array.master is None else _straight_through(array.master, values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, axis: int = -1) -> jax.Array:
     """x as MXFP8 has it, in x's dtype; its gradient is that of x itself (straight through)."""
-    return dequantize(quantize(x, axis), x.dtype)
+    return dequantize(quantize(x, axis, keep_master=True), x.dtype)
 
 
-def _rounded_forward(x: jax.Array, axis: int) -> tuple[jax.Array, None]:
-    return rounded(x, axis), None
+def _without_gradient(value: jax.Array) -> jax.Array:
+    return refuse_derivative(value, _NO_GRADIENT)
 
 
-def _rounded_backward(axis: int, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (gradient,)
+@jax.custom_jvp
+def _straight_through(master: jax.Array, values: jax.Array) -> jax.Array:
+    """values, with the derivative of master."""
+    return values
 
 
-rounded.defvjp(_rounded_forward, _rounded_backward)
+@_straight_through.defjvp
+def _straight_through_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    _, values = primals
+    return values, tangents[0].astype(values.dtype)
 
 
 def _scale_of(largest: jax.Array) -> jax.Array:

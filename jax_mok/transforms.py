@@ -1,4 +1,4 @@
-"""An identity that refuses the transformations and platforms that the layer does not support."""
+"""Identities that refuse the transformations and platforms that the layer does not support."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ mlir.register_lowering(_guard_p, lambda _, value: [value])
 def guard(value: jax.Array) -> jax.Array:
     """Returns value; raises MoEError under `jax.vmap` or a second derivative."""
     return _guard_p.bind(value)
+
+
+_constant_p = Primitive("jax_mok_constant")
+_constant_p.def_impl(lambda value, *, reason: value)
+_constant_p.def_abstract_eval(lambda value, *, reason: value)
+
+
+def _refuse_tangent(*_: Any, reason: str) -> NoReturn:
+    raise MoEError(reason)
+
+
+def _batch_constant(
+    values: tuple[jax.Array], axes: tuple[int], *, reason: str
+) -> tuple[jax.Array, int]:
+    return refuse_derivative(values[0], reason), axes[0]
+
+
+batching.primitive_batchers[_constant_p] = _batch_constant
+ad.primitive_jvps[_constant_p] = _refuse_tangent
+mlir.register_lowering(_constant_p, lambda _, value, *, reason: [value])
+
+
+def refuse_derivative(value: jax.Array, reason: str) -> jax.Array:
+    """Returns value; raises MoEError with the reason if it is differentiated."""
+    return _constant_p.bind(value, reason=reason)
 
 
 _refusal_p = Primitive("jax_mok_refusal")

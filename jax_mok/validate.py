@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mok.config import MoEConfig
 from jax_mok.errors import MoEInputError
+from jax_mok.precision import PreparedWeight, Weight, Weights, check_blocks
+from jax_mok.quantize import BLOCK, MXArray
 
 _ACTIVATIONS = (jnp.float32, jnp.bfloat16)
 
@@ -39,22 +42,20 @@ def check_operands(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    weights: Weights[Weight],
+    config: MoEConfig,
 ) -> None:
-    """Refuses operands of the layer that do not fit each other."""
+    """Refuses operands of the layer that do not fit each other, or the config."""
     _check_array("x", x, ("T", "H"), _ACTIVATIONS)
     check_ids(expert_ids)
     _check_array("expert_weights", expert_weights, ("T", "K"), (jnp.float32,))
     tokens, width = x.shape
     _check_shape("expert_ids", expert_ids, (tokens, expert_ids.shape[1]), "one row for each token")
     _check_shape("expert_weights", expert_weights, expert_ids.shape, "one weight for each choice")
-    allowed = (x.dtype,) if x.dtype == jnp.float32 else (x.dtype, jnp.float32)
-    as_x = f", since x is {x.dtype}"
-    _check_array("w_gate", w_gate, ("experts", "H", "I"), allowed, as_x)
-    _check_array("w_up", w_up, ("experts", "H", "I"), allowed, as_x)
-    _check_array("w_down", w_down, ("experts", "I", "H"), allowed, as_x)
+    w_gate, w_up, w_down = weights
+    _check_weight("w_gate", w_gate, ("experts", "H", "I"), x, config)
+    _check_weight("w_up", w_up, ("experts", "H", "I"), x, config)
+    _check_weight("w_down", w_down, ("experts", "I", "H"), x, config)
     experts, _, inner = w_gate.shape
     if math.prod(w_gate.shape) == 0 or width == 0:
         raise MoEInputError(
@@ -64,6 +65,47 @@ def check_operands(
     _check_shape("w_gate", w_gate, (experts, width, inner), "H as in x")
     _check_shape("w_up", w_up, (experts, width, inner), "the shape of w_gate")
     _check_shape("w_down", w_down, (experts, inner, width), "w_gate's with H and I exchanged")
+    if config.precision == "mxfp8" and (width % BLOCK or inner % BLOCK):
+        raise MoEInputError(
+            f"H={width} and I={inner}; MXFP8 has blocks of {BLOCK} along both: use multiples of "
+            f"{BLOCK}, or pad x and the weights with zeros"
+        )
+
+
+def check_derivable(weights: Weights[Weight]) -> None:
+    """Refuses weights that were prepared without a backward pass."""
+    for name, weight in weights._asdict().items():
+        if isinstance(weight, PreparedWeight) and weight.backward is None:
+            raise MoEInputError(
+                f"w_{name} was prepared for the forward pass only: use prepare_weights(..., "
+                "backward=True)"
+            )
+
+
+def _check_weight(
+    name: str, weight: Weight, dimensions: Sequence[str], x: jax.Array, config: MoEConfig
+) -> None:
+    as_x = f", since x is {x.dtype}"
+    if isinstance(weight, MXArray | PreparedWeight) and config.precision != "mxfp8":
+        raise MoEInputError(
+            f"{name} is in MXFP8, and precision={config.precision!r}: use "
+            "MoEConfig(precision='mxfp8')"
+        )
+    if isinstance(weight, MXArray):
+        if weight.ndim == len(dimensions):
+            check_blocks(name, weight)
+        _check_array(name, weight.elements, dimensions, (jnp.float8_e4m3fn,))
+    elif isinstance(weight, PreparedWeight):
+        for values in (weight.forward, weight.backward):
+            if values is not None and values.dtype != x.dtype:
+                raise MoEInputError(
+                    f"{name} was prepared in {values.dtype}{as_x}: use "
+                    f"prepare_weights(..., dtype={x.dtype.name!r})"
+                )
+        _check_array(name, weight.forward, dimensions, (x.dtype,))
+    else:
+        allowed = (x.dtype,) if x.dtype == jnp.float32 else (x.dtype, jnp.float32)
+        _check_array(name, weight, dimensions, allowed, as_x)
 
 
 def _check_array(
@@ -89,6 +131,6 @@ def _check_array(
         )
 
 
-def _check_shape(name: str, value: jax.Array, wanted: tuple[int, ...], why: str) -> None:
+def _check_shape(name: str, value: Weight, wanted: tuple[int, ...], why: str) -> None:
     if value.shape != wanted:
         raise MoEInputError(f"{name} has shape {list(value.shape)}; {list(wanted)} fits ({why})")

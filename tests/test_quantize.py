@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mok
 from jax_mok.quantize import BLOCK, MXArray, dequantize, quantize, rounded
 
-FLOAT8, SCALE = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
-CODES = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float64)
+CODES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 POSITIVE = np.unique(CODES[np.isfinite(CODES) & (CODES >= 0)])  # in the order of their codes
 
 
@@ -38,9 +37,7 @@ def assert_as_defined(x: np.ndarray) -> None:
     """float32 [count, 32]."""
     found = jax.jit(quantize)(x)
     elements, scales = definition(x.astype(np.float64))
-    np.testing.assert_array_equal(
-        np.asarray(found.scales)[:, 0].view(SCALE).astype(np.float64), scales
-    )
+    np.testing.assert_array_equal(np.asarray(found.scales)[:, 0].astype(np.float64), scales)
     got = np.asarray(found.elements).astype(np.float64)
     np.testing.assert_array_equal(got, elements)
     np.testing.assert_array_equal(np.signbit(got), np.signbit(x), "zeros keep their sign")
@@ -78,7 +75,7 @@ def test_zeros_and_numbers_that_are_flushed():
     x = np.zeros((4, BLOCK), np.float32)
     x[1], x[2, 3], x[3, 4] = -0.0, 1e-40, 2.0**-126
     assert_as_defined(np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x))
-    assert np.asarray(quantize(x).scales)[:3].tolist() == [[0]] * 3
+    assert np.asarray(quantize(x).scales)[:3].view(np.uint8).tolist() == [[0]] * 3
     assert not np.any(np.asarray(dequantize(quantize(x[:3]))).astype(np.float32))
 
 
@@ -133,7 +130,9 @@ def test_what_does_not_fit_is_named():
         quantize(x, 2)
     good = quantize(np.zeros((4, 64), np.float32))
     bad_scales = MXArray(good.elements, good.scales[:, :1], -1)
-    with pytest.raises(jax_mok.MoEInputError, match=r"scales are uint8\[4, 1\]; .* uint8\[4, 2\]"):
+    with pytest.raises(
+        jax_mok.MoEInputError, match=r"scales are \w+\[4, 1\]; .* float8_e8m0fnu\[4, 2\]"
+    ):
         dequantize(bad_scales)
     e5m2 = MXArray(good.elements.astype(jnp.float8_e5m2), good.scales, -1)
     with pytest.raises(jax_mok.MoEInputError, match=r"dtype float8_e5m2; .* float8_e4m3fn"):

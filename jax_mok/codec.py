@@ -1,0 +1,89 @@
+"""MXFP8 inside the layer: the codec of `jax_mok.quantize`, on CPU devices by custom calls.
+
+Both have the same bits. All is for arrays that nobody differentiates, on one device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_mok import ffi, quantize
+from jax_mok.quantize import BLOCK, MXArray
+from jax_mok.sharding import vary
+
+
+def encode(x: jax.Array, axis: int, axes: frozenset[str]) -> MXArray:
+    """float32 or bfloat16 x in MXFP8; `axis` is counted from the end, `axes` as for `ffi.call`."""
+
+    def by_custom_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        outer, length, inner = _around(x.shape, axis)
+        results = [
+            jax.ShapeDtypeStruct((outer, length, inner), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((outer, length // BLOCK, inner), jnp.float8_e8m0fnu),
+        ]
+        operand = x.reshape(outer, length, inner)
+        elements, scales = ffi.call("jax_mok_quantize", results, [operand], {}, axes)
+        return elements.reshape(x.shape), scales.reshape(_scales_shape(x.shape, axis))
+
+    def in_jax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        array = quantize.quantize(x, axis)
+        return array.elements, array.scales
+
+    elements, scales = lax.platform_dependent(vary(x, axes), cpu=by_custom_call, default=in_jax)
+    return MXArray(elements, scales, axis)
+
+
+def decode(array: MXArray, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
+    """The array in float32 or bfloat16."""
+
+    def by_custom_call(elements: jax.Array, scales: jax.Array) -> jax.Array:
+        outer, length, inner = _around(array.shape, array.axis)
+        operands = [
+            elements.reshape(outer, length, inner),
+            scales.reshape(outer, length // BLOCK, inner),
+        ]
+        result = jax.ShapeDtypeStruct((outer, length, inner), dtype)
+        values = ffi.call("jax_mok_dequantize", [result], operands, {}, axes)[0]
+        return values.reshape(array.shape)
+
+    def in_jax(elements: jax.Array, scales: jax.Array) -> jax.Array:
+        return quantize.dequantize(MXArray(elements, scales, array.axis), dtype)
+
+    operands = vary(array.elements, axes), vary(array.scales, axes)
+    return lax.platform_dependent(*operands, cpu=by_custom_call, default=in_jax)
+
+
+def rounded(x: jax.Array, axis: int, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
+    """x as MXFP8 has it, in float32 or bfloat16."""
+    return decode(encode(x, axis, axes), dtype, axes)
+
+
+def encode_rows(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """uint8 [T, H + H/32] of x [T, H]: to be moved, each row's elements and then its scales."""
+    array = encode(x, -1, axes)
+    parts = [lax.bitcast_convert_type(part, jnp.uint8) for part in (array.elements, array.scales)]
+    return jnp.concatenate(parts, axis=1)
+
+
+def decode_rows(rows: jax.Array, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
+    """What `encode_rows` was given, rounded."""
+    hidden = rows.shape[1] * BLOCK // (BLOCK + 1)
+    elements = lax.bitcast_convert_type(rows[:, :hidden], jnp.float8_e4m3fn)
+    scales = lax.bitcast_convert_type(rows[:, hidden:], jnp.float8_e8m0fnu)
+    return decode(MXArray(elements, scales, -1), dtype, axes)
+
+
+def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    """Sizes before the axis, of it, and after it."""
+    place = axis % len(shape)
+    return math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :])
+
+
+def _scales_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    place = axis % len(shape)
+    return (*shape[:place], shape[place] // BLOCK, *shape[place + 1 :])

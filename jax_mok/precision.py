@@ -1,0 +1,249 @@
+"""What the products of the layer are made of: their operands as they are, or in MXFP8.
+
+With `MoEConfig(precision="mxfp8")` every operand of a product over H or I is rounded to MXFP8 (OCP
+Microscaling Formats (MX) Specification, version 1.0; the rule for scales is that of
+`jax_mok.quantize`), its blocks lying along the contraction:
+
+    product                            operands, and the axis of their blocks
+    gate = x·Wg,  up = x·Wu            x: H             Wg, Wu: H
+    y = hidden·Wd                      hidden: I        Wd: I
+    d_hidden = dy·Wdᵀ                  dy: H            Wd: H
+    dx = d_gate·Wgᵀ + d_up·Wuᵀ         d_gate, d_up: I  Wg, Wu: I
+    dWg = xᵀ·d_gate,  dWu = xᵀ·d_up    the rounded x, d_gate and d_up of above
+    dWd = (w·hidden)ᵀ·dy               the rounded hidden and dy of above; w is the router's weight
+
+The contraction of the last two are rows: nothing is rounded to MXFP8 along them. The router
+weight's gradient is ⟨hidden, d_hidden⟩ of the rounded hidden. x and dy are rounded once, on the
+rank where they are, and travel as elements and scales; hidden, d_gate and d_up are rounded from
+float32. Rounded values are exact in bfloat16, products accumulate in float32, and everything else
+is as without MXFP8: gate and up are kept in x's dtype, w·hidden, rows of y and rows of dx too, and
+combine moves those.
+
+Each of Wg, Wu and Wd is thus rounded twice, in the backward pass along its last axis. That is done
+from the array that was given, or of an `MXArray` from its master; if it has none, from its values.
+Gradients are those of the rounded values and go straight through to what was rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_mok import codec
+from jax_mok.call import Call
+from jax_mok.errors import MoEInputError
+from jax_mok.quantize import MXArray, dequantize, rounded
+from jax_mok.transforms import refuse_derivative
+
+FORWARD_AXIS = -2
+"""Of the three weights [experts, contraction, columns], the contraction of the forward pass."""
+BACKWARD_AXIS = -1
+
+_NO_MASTER = (
+    "prepared weights have no gradient: prepare the arrays that are differentiated with "
+    "jax_mok.prepare_weights(..., backward=True), inside the function of which jax.grad is taken"
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["forward", "backward", "master"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class PreparedWeight:
+    """A weight of the layer as its products take it; a pytree. Made by `prepare_weights`.
+
+    Attributes:
+      forward: [experts, H, I] or [experts, I, H], rounded along the contraction of the forward
+        pass.
+      backward: the same, rounded along its last axis; or None, if there is no backward pass.
+      master: what was rounded, to which gradients go; or None.
+    """
+
+    forward: jax.Array
+    backward: jax.Array | None
+    master: jax.Array | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.forward.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.forward.ndim
+
+
+Weight = jax.Array | MXArray | PreparedWeight
+
+
+_Of = TypeVar("_Of")
+
+
+class Weights(NamedTuple, Generic[_Of]):
+    """A rank's experts: gate and up [experts/n, H, I], down [experts/n, I, H].
+
+    Or of one expert, without the first axis; or of all.
+    """
+
+    gate: _Of
+    up: _Of
+    down: _Of
+
+
+def prepare_weights(
+    w_gate: jax.Array | MXArray,
+    w_up: jax.Array | MXArray,
+    w_down: jax.Array | MXArray,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    backward: bool = False,
+) -> Weights[PreparedWeight]:
+    """Rounds weights to MXFP8 once, for many calls of the layer with `precision="mxfp8"`.
+
+    For inference, or the steps of one gradient accumulation: calls with what is returned have the
+    same bits as with the weights themselves, and do not convert them again.
+
+        prepared = jax_mok.prepare_weights(w_gate, w_up, w_down)
+        y = jax_mok.moe(x, ids, weights, *prepared, mesh=mesh, axis_name="ep", config=config)
+
+    It works on global arrays, and on a device's own inside `jax.shard_map`.
+
+    Args:
+      w_gate: [experts, H, I], float32 or bfloat16, or an MXArray with blocks along its axis −2.
+      w_up: as w_gate.
+      w_down: [experts, I, H].
+      dtype: that of the layer's x; memory of that dtype is taken, twice with `backward`.
+      backward: the backward pass is prepared too. Gradients go to arrays given as float32 or
+        bfloat16, and to the masters of MXArrays.
+
+    Returns:
+      The three.
+
+    Raises:
+      MoEInputError: for lengths that are no multiples of 32, or MXArrays with other blocks.
+    """
+
+    def prepare(name: str, weight: jax.Array | MXArray) -> PreparedWeight:
+        if isinstance(weight, MXArray):
+            check_blocks(name, weight)
+            stored = dataclasses.replace(weight, master=None)
+            master, forward = weight.master, dequantize(stored, dtype)
+        else:
+            master = weight
+            forward = jax.lax.stop_gradient(rounded(weight, FORWARD_AXIS).astype(dtype))
+        if not backward:
+            return PreparedWeight(forward, None, None)
+        exact = forward if master is None else master
+        transposed = jax.lax.stop_gradient(rounded(exact, BACKWARD_AXIS).astype(dtype))
+        return PreparedWeight(forward, transposed, master)
+
+    return Weights(prepare("w_gate", w_gate), prepare("w_up", w_up), prepare("w_down", w_down))
+
+
+def check_blocks(name: str, weight: MXArray) -> None:
+    """Refuses an MXArray that is no weight of the layer."""
+    weight.check(name)
+    axis = weight.axis
+    if axis != FORWARD_AXIS:
+        raise MoEInputError(
+            f"{name} has blocks along axis {axis}; the forward product contracts over "
+            f"{FORWARD_AXIS}: use quantize({name}, axis={FORWARD_AXIS})"
+        )
+
+
+def constants(weight: Weight) -> Weight:
+    """The weight, of which nothing but the master may be differentiated."""
+    if isinstance(weight, MXArray):
+        reason = (
+            "an MXArray without a master has no gradient: give the layer the float32 weight, or "
+            "quantize(weight, axis, keep_master=True)"
+        )
+        return dataclasses.replace(
+            weight,
+            elements=refuse_derivative(weight.elements, reason),
+            scales=refuse_derivative(weight.scales, reason),
+        )
+    if isinstance(weight, PreparedWeight):
+        return dataclasses.replace(
+            weight,
+            forward=refuse_derivative(weight.forward, _NO_MASTER),
+            backward=None
+            if weight.backward is None
+            else refuse_derivative(weight.backward, _NO_MASTER),
+        )
+    return weight
+
+
+def master_of(weight: Weight) -> jax.Array | None:
+    """What gradients go to."""
+    return weight.master if isinstance(weight, MXArray | PreparedWeight) else weight
+
+
+def values_of(weight: Weight) -> jax.Array:
+    """An array of the weight's shape that is placed as the weight is."""
+    if isinstance(weight, MXArray):
+        return weight.elements
+    return weight.forward if isinstance(weight, PreparedWeight) else weight
+
+
+def gradient_of(weight: Weight, gradient: jax.Array) -> Weight | None:
+    """The gradient as JAX wants it: of the weight's structure, its master's in the master's dtype.
+
+    None of the rest, and of a weight without master, stands for no gradient.
+    """
+    master = master_of(weight)
+    if master is None:
+        return None
+    gradient = gradient.astype(master.dtype)
+    if isinstance(weight, MXArray | PreparedWeight):
+        return dataclasses.replace(jax.tree.map(lambda _: None, weight), master=gradient)
+    return gradient
+
+
+def for_forward(call: Call, weight: Weight, dtype: DTypeLike) -> jax.Array:
+    """One expert's matrix [contraction, columns] for the forward pass."""
+    if isinstance(weight, PreparedWeight):
+        return weight.forward
+    if isinstance(weight, MXArray):
+        return codec.decode(weight, dtype, call.axes)
+    if call.config.precision == "mxfp8":
+        return codec.rounded(weight, FORWARD_AXIS, dtype, call.axes)
+    return weight.astype(dtype)
+
+
+def for_backward(call: Call, weight: Weight, dtype: DTypeLike) -> jax.Array:
+    """The same matrix, for the products of the backward pass that contract over its columns."""
+    if isinstance(weight, PreparedWeight):
+        assert weight.backward is not None
+        return weight.backward
+    if isinstance(weight, MXArray):
+        master = weight.master
+        weight = codec.decode(weight, dtype, call.axes) if master is None else master
+    if call.config.precision == "mxfp8":
+        return codec.rounded(weight, BACKWARD_AXIS, dtype, call.axes)
+    return weight.astype(dtype)
+
+
+def activation(call: Call, values: jax.Array) -> jax.Array:
+    """float32 values [·, I] as a product over I takes them."""
+    if call.config.precision == "mxfp8":
+        return codec.rounded(values, -1, values.dtype, call.axes)
+    return values
+
+
+def to_move(call: Call, values: jax.Array) -> jax.Array:
+    """Rows [T, H] as they are moved to the experts."""
+    return codec.encode_rows(values, call.axes) if call.config.precision == "mxfp8" else values
+
+
+def moved(call: Call, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows [·, H] as a product over H takes them, of those that were moved."""
+    return codec.decode_rows(rows, dtype, call.axes) if call.config.precision == "mxfp8" else rows
