@@ -119,6 +119,7 @@ class MXArray:
             )
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "keep_master"))
 def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXArray:
     """To MXFP8, by the rule above.
 
@@ -155,6 +156,7 @@ def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXAr
     return MXArray(elements, scales, place - x.ndim, master if keep_master else None)
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The array in bfloat16 or float32: exact, but for numbers below 2⁻¹²⁶, which are zeros.
 

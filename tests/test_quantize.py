@@ -1,42 +1,26 @@
 """MXFP8 against its definition in float64 and ml_dtypes' own types."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import mx_oracle
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mx_oracle import POSITIVE, blocks_in_mx
 
 import jax_mok
+from jax_mok import codec
 from jax_mok.quantize import BLOCK, MXArray, dequantize, quantize, rounded
-
-CODES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-POSITIVE = np.unique(CODES[np.isfinite(CODES) & (CODES >= 0)])  # in the order of their codes
-
-
-def definition(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Elements and scales of float64 [count, 32], both as numbers."""
-    finite = np.isfinite(blocks)
-    flushed = np.where(np.abs(blocks) < 2.0**-126, 0, blocks)
-    largest = np.max(np.where(finite, np.abs(flushed), 0), axis=1)
-    scales = np.full(len(blocks), 2.0**-127)
-    for exponent in range(-126, 128):
-        scales = np.where(largest > 448 * scales, 2.0**exponent, scales)
-    values = np.abs(np.where(finite, flushed, 0)) / scales[:, None]
-    above = np.searchsorted(POSITIVE, values).clip(1, len(POSITIVE) - 1)
-    low, high = POSITIVE[above - 1], POSITIVE[above]
-    middle = (low + high) / 2
-    low_is_even = (above - 1) % 2 == 0
-    nearest = np.where((values > middle) | ((values == middle) & ~low_is_even), high, low)
-    nearest = np.where(values == high, high, nearest)
-    return np.where(finite, np.copysign(nearest, blocks), np.nan), scales
 
 
 def assert_as_defined(x: np.ndarray) -> None:
     """float32 [count, 32]."""
     found = jax.jit(quantize)(x)
-    elements, scales = definition(x.astype(np.float64))
+    elements, scales = blocks_in_mx(x.astype(np.float64))
     np.testing.assert_array_equal(np.asarray(found.scales)[:, 0].astype(np.float64), scales)
     got = np.asarray(found.elements).astype(np.float64)
     np.testing.assert_array_equal(got, elements)
@@ -96,9 +80,7 @@ def test_blocks_lie_along_the_axis_and_bfloat16_holds_all(axis, dtype):
     x = np.random.default_rng(2).standard_normal((64, 96, 32)).astype(dtype)
     array = quantize(x, axis)
     array.check()
-    moved = np.moveaxis(np.asarray(x, np.float32), axis, -1)
-    elements, scales = definition(moved.reshape(-1, BLOCK).astype(np.float64))
-    want = np.moveaxis((elements * scales[:, None]).reshape(moved.shape), -1, axis)
+    want = mx_oracle.rounded(x, axis)
     for back in (dequantize(array), dequantize(array, jnp.float32)):
         np.testing.assert_array_equal(np.asarray(back, np.float64), want)
     assert array.nbytes * 32 == x.size * 33
@@ -113,6 +95,114 @@ def test_it_is_a_pytree_that_shards_and_its_axis_stays_when_axes_are_added():
     by_expert = jax.vmap(dequantize)(array)
     np.testing.assert_array_equal(np.asarray(by_expert, np.float32), whole.astype(np.float32))
     assert jax.tree.map(lambda leaf: leaf, array) == array
+
+
+def bits(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def all_bfloat16() -> np.ndarray:
+    """Each of the 2^16 beside others of all magnitudes."""
+    codes = np.random.default_rng(5).permutation(2**16).astype(np.uint16)
+    return codes.view(jnp.bfloat16).reshape(-1, BLOCK)
+
+
+def any_float32() -> np.ndarray:
+    """Random bits: subnormals, infinities and NaN among them; then blocks near a magnitude."""
+    generator = np.random.default_rng(6)
+    wild = generator.integers(0, 2**32, (2048, BLOCK), np.uint32).view(np.float32)
+    tame = generator.standard_normal((2048, BLOCK)) * 2.0 ** generator.integers(
+        -150, 120, (2048, 1)
+    )
+    return np.concatenate([wild, tame.astype(np.float32)])
+
+
+@pytest.mark.parametrize("draw", [all_bfloat16, any_float32])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_custom_calls_have_the_same_bits(draw, axis):
+    x = draw() if axis == -1 else draw().T
+    want = jax.jit(functools.partial(quantize, axis=axis))(x)
+    got = jax.jit(lambda x: codec.encode(x, axis, frozenset()))(jnp.asarray(x))
+    np.testing.assert_array_equal(bits(got.elements), bits(want.elements))
+    np.testing.assert_array_equal(bits(got.scales), bits(want.scales))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_custom_calls_have_the_same_bits_for_every_element_with_every_scale(dtype):
+    codes = np.arange(256, dtype=np.uint8)
+    elements = np.repeat(codes.reshape(1, 8, 32), 256, axis=0).reshape(256, 256)
+    scales = np.repeat(codes, 8).reshape(256, 8)
+    array = MXArray(
+        jnp.asarray(elements.view(jnp.float8_e4m3fn)),
+        jnp.asarray(scales.view(jnp.float8_e8m0fnu)),
+        -1,
+    )
+    want = jax.jit(functools.partial(dequantize, dtype=dtype))(array)
+    got = jax.jit(lambda array: codec.decode(array, dtype, frozenset()))(array)
+    np.testing.assert_array_equal(bits(got), bits(want))
+    exact = mx_oracle.CODES[elements] * np.ldexp(1.0, codes.astype(int) - 127)[:, None]
+    exact = np.where(np.abs(exact) < 2.0**-126, np.copysign(0, exact), exact)
+    exact[255] = np.nan
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(np.asarray(want, np.float32), exact.astype(np.float32))
+
+
+def test_rows_come_back_from_what_is_moved():
+    x = jnp.asarray(np.random.default_rng(7).standard_normal((8, 96)), jnp.bfloat16)
+    rows = jax.jit(lambda x: codec.encode_rows(x, frozenset()))(x)
+    assert (rows.shape, rows.dtype) == ((8, 99), np.uint8)
+    back = jax.jit(lambda rows: codec.decode_rows(rows, jnp.bfloat16, frozenset()))(rows)
+    np.testing.assert_array_equal(bits(back), bits(dequantize(quantize(x))))
+
+
+def test_a_spec_that_cuts_the_blocks_axis_fits_elements_and_scales():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
+    x = np.random.default_rng(8).standard_normal((2, 256, 32)).astype(np.float32)
+    array = jax.device_put(quantize(x, 1), NamedSharding(mesh, P(None, "tp")))
+    assert array.scales.addressable_shards[0].data.shape == (2, 2, 32)
+    local = jax.shard_map(dequantize, mesh=mesh, in_specs=P(None, "tp"), out_specs=P(None, "tp"))
+    np.testing.assert_array_equal(bits(jax.jit(local)(array)), bits(dequantize(array)))
+
+
+def test_it_goes_through_scan_and_comes_back_from_checkpoints(tmp_path):
+    x = np.random.default_rng(9).standard_normal((4, 64, 32)).astype(np.float32)
+    array = quantize(x, 1)
+    scanned = jax.lax.scan(lambda _, one: (None, dequantize(one)), None, array)[1]
+    np.testing.assert_array_equal(bits(scanned), bits(dequantize(array)))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "array", {"w": array})
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "array", {"w": array})["w"]
+    assert isinstance(back, MXArray)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(array), strict=True):
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_gradients_go_to_the_master_unrounded():
+    x = jnp.asarray(np.random.default_rng(10).standard_normal((2, 64)), jnp.float32)
+    direction = jnp.asarray(np.random.default_rng(11).standard_normal((2, 64)), jnp.float32)
+
+    def loss(x):
+        array = quantize(x, keep_master=True)
+        return jnp.sum(dequantize(array, jnp.float32) * direction)
+
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss))):
+        np.testing.assert_array_equal(gradient(x), direction)
+
+
+def test_what_has_no_gradient_says_where_there_is_one():
+    x = jnp.ones((2, 64))
+
+    def sum_of(array):
+        return jnp.sum(dequantize(array, jnp.float32))
+
+    with pytest.raises(jax_mok.MoEError, match=r"no gradient.*keep_master=True"):
+        jax.grad(lambda x: sum_of(quantize(x)))(x)
+    with pytest.raises(jax_mok.MoEError, match=r"no gradient.*keep_master=True"):
+        jax.grad(sum_of)(quantize(x))
+    beside = jax.grad(lambda y, array: jnp.sum(y * dequantize(array, jnp.float32)))(x, quantize(x))
+    np.testing.assert_array_equal(beside, 1)
 
 
 def test_the_gradient_goes_straight_through():
@@ -134,6 +224,11 @@ def test_what_does_not_fit_is_named():
         jax_mok.MoEInputError, match=r"scales are \w+\[4, 1\]; .* float8_e8m0fnu\[4, 2\]"
     ):
         dequantize(bad_scales)
+    with pytest.raises(jax_mok.MoEInputError, match="x has dtype int32; MXFP8 is made of floats"):
+        quantize(np.zeros((4, 32), np.int32))
+    other_master = MXArray(good.elements, good.scales, -1, jnp.zeros((4, 32)))
+    with pytest.raises(jax_mok.MoEInputError, match=r"master has shape \[4, 32\]; .* \[4, 64\]"):
+        dequantize(other_master)
     e5m2 = MXArray(good.elements.astype(jnp.float8_e5m2), good.scales, -1)
     with pytest.raises(jax_mok.MoEInputError, match=r"dtype float8_e5m2; .* float8_e4m3fn"):
         dequantize(e5m2)
