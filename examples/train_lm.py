@@ -25,6 +25,7 @@ from lm.inputs import InputError, check_writable
 from lm.stop import StopRequest
 
 import jax_mok
+from jax_mok import quantize
 
 HOST_DEVICES = 8
 FINAL_STEPS = 20  # the reported training loss is their mean
@@ -55,6 +56,13 @@ flags.DEFINE_enum(
     ["float32", "bfloat16"],
     "Type of the activations; weights are float32 always. "
     "Default: float32 on CPUs, bfloat16 on GPUs.",
+)
+flags.DEFINE_enum(
+    "precision",
+    "operands",
+    ["operands", "mxfp8"],
+    "What the experts' products are made of: operands of --dtype, or rounded to MXFP8 (on CPUs). "
+    "The float32 weights are what is trained, either way.",
 )
 flags.DEFINE_integer("seed", 0, "Seed of the weights and of the data order.", lower_bound=0)
 flags.DEFINE_string("checkpoint_dir", "train_lm_checkpoints", "Where checkpoints are kept.")
@@ -157,6 +165,13 @@ def _check_sizes(devices: int) -> None:
             f"--d_model={FLAGS.d_model} does not split into attention heads of width "
             f"{model.HEAD_WIDTH}. Give a multiple of {model.HEAD_WIDTH}."
         )
+    if FLAGS.precision == "mxfp8" and FLAGS.expert_width % quantize.BLOCK:
+        raise InputError(
+            f"--expert_width={FLAGS.expert_width} does not split into MXFP8's blocks of "
+            f"{quantize.BLOCK}. Give a multiple of {quantize.BLOCK}."
+        )
+    if FLAGS.precision == "mxfp8" and jax.default_backend() != "cpu":
+        raise InputError("--precision=mxfp8 has no GPU kernel yet. Set JAX_PLATFORMS=cpu.")
 
 
 def _model_config() -> model.ModelConfig:
@@ -168,6 +183,7 @@ def _model_config() -> model.ModelConfig:
         top_k=FLAGS.top_k,
         expert_width=FLAGS.expert_width,
         dtype=jnp.dtype(FLAGS.dtype or ("float32" if on_cpu else "bfloat16")),
+        precision=FLAGS.precision,
     )
 
 

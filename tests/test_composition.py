@@ -39,10 +39,11 @@ def lower(
     composition: str,
     mesh: Mesh | None = None,
     derive: bool = False,
+    precision: str = "operands",
     **sizes: str | int,
 ) -> str:
     """The program's text."""
-    config = jax_mok.MoEConfig(composition=composition)
+    config = jax_mok.MoEConfig(composition=composition, precision=precision)
     layer = functools.partial(
         jax_mok.moe, mesh=mesh or mesh_of(RANKS), axis_name="ep", config=config
     )
@@ -138,6 +139,21 @@ def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype
     assert targets(lower("cuda", "collective", dtype=dtype, hidden=hidden)) == COLLECTIVE_TARGETS
     with pytest.raises(jax_mok.MoEError, match=r"GPU kernels take (bfloat16|multiples of 64)"):
         lower("cuda", "fused", dtype=dtype, hidden=hidden)
+
+
+@pytest.mark.parametrize("composition", ["auto", "fused", "composed"])
+@pytest.mark.parametrize("derive", [False, True])
+def test_mxfp8_on_gpus_names_the_composition_that_takes_it(composition, derive):
+    message = r"precision='mxfp8' has no GPU kernel yet: .* MoEConfig\(composition='collective'\)"
+    with pytest.raises(jax_mok.MoEError, match=message):
+        lower("cuda", composition, derive=derive, precision="mxfp8")
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize("derive", [False, True])
+def test_mxfp8_on_gpus_is_xla_s_through_collectives(derive):
+    used = targets(lower("cuda", "collective", derive=derive, precision="mxfp8"))
+    assert set(used) == set(COLLECTIVE_TARGETS)
 
 
 @with_peers

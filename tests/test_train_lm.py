@@ -126,11 +126,27 @@ def test_runs_on_eight_host_devices_unless_xla_flags_say_otherwise(whole, tmp_pa
     assert "--batch=8 cannot be shared out evenly over 3 devices" in three.err
 
 
-def test_bfloat16_activations_train_with_float32_weights(tmp_path):
-    outcome = train(tmp_path, dtype="bfloat16", steps=20)
+@pytest.fixture(scope="module")
+def losses_in_bfloat16(tmp_path_factory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("bfloat16")
+    outcome = train(folder, dtype="bfloat16")
     assert outcome.code == 0, outcome.err
-    losses = history(tmp_path)["losses"]
-    assert losses[-5:].mean() < losses[:5].mean() - 1
+    return history(folder)
+
+
+def test_bfloat16_activations_train_with_float32_weights(losses_in_bfloat16):
+    losses = losses_in_bfloat16["losses"]
+    assert losses[15:20].mean() < losses[:5].mean() - 1
+
+
+def test_mxfp8_trains_to_within_a_hundredth_of_bfloat16(losses_in_bfloat16, tmp_path):
+    outcome = train(tmp_path, dtype="bfloat16", precision="mxfp8")
+    assert outcome.code == 0, outcome.err
+    in_mxfp8 = history(tmp_path)
+    assert np.any(in_mxfp8["losses"] != losses_in_bfloat16["losses"])
+    for name, last in (("losses", 20), ("validation", 1)):
+        want = losses_in_bfloat16[name][-last:].mean()
+        assert in_mxfp8[name][-last:].mean() == pytest.approx(want, rel=1e-2), name
 
 
 def test_picture_is_an_image_with_more_than_a_blank_page(whole):
@@ -175,6 +191,10 @@ def test_finished_run_reports_again_without_training(whole):
         ({"batch": 12}, r"--batch=12 cannot be shared .* 8 devices\. Give a multiple of 8"),
         ({"experts": 4}, r"--experts=4 cannot be shared .* 8 devices\. Give a multiple of 8"),
         ({"top_k": 9}, r"--top_k=9 is more than --experts=8.*smaller --top_k"),
+        (
+            {"precision": "mxfp8", "expert_width": 40},
+            r"--expert_width=40 does not split into MXFP8's .*Give a multiple of 32",
+        ),
         ({"d_model": 40}, r"--d_model=40 does not split .*Give a multiple of 32"),
         (
             {"checkpoint_dir": f"{SCRIPT}/x"},

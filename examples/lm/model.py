@@ -18,7 +18,10 @@ AXIS = "ep"  # the mesh axis that splits the batch and the experts
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; `dtype` is that of the activations, weights are always f32."""
+    """Sizes of the model; `dtype` is that of the activations, weights are always f32.
+
+    `precision` is that of the experts' products, as in `jax_mok.MoEConfig`.
+    """
 
     d_model: int
     layers: int
@@ -26,6 +29,7 @@ class ModelConfig:
     top_k: int
     expert_width: int
     dtype: jnp.dtype
+    precision: jax_mok.config.Precision = "operands"
 
 
 class Attention(nnx.Module):
@@ -62,12 +66,13 @@ class MoE(nnx.Module):
         )
         self.mesh = mesh
         self.top_k = config.top_k
+        self.layer_config = jax_mok.MoEConfig(precision=config.precision)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the output, the load-balancing loss and each expert's share of the choices."""
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         layer = jax.shard_map(
-            functools.partial(_route_and_mix, top_k=self.top_k),
+            functools.partial(_route_and_mix, top_k=self.top_k, config=self.layer_config),
             mesh=self.mesh,
             in_specs=(split, whole, split, split, split),
             out_specs=(split, whole, whole),
@@ -84,12 +89,15 @@ def _route_and_mix(
     down: jax.Array,
     *,
     top_k: int,
+    config: jax_mok.MoEConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One device's sequences [B/n, S, H] through the experts of all devices."""
     tokens = x.reshape(-1, x.shape[-1])
     # f32 logits whatever the activations are, so that rounding does not decide the routing.
     routing = router.Router(top_k, renormalise=False)(tokens.astype(jnp.float32) @ kernel)
-    y = jax_mok.moe_ffn(tokens, routing.ids, routing.weights, gate, up, down, axis_name=AXIS)
+    y = jax_mok.moe_ffn(
+        tokens, routing.ids, routing.weights, gate, up, down, axis_name=AXIS, config=config
+    )
     load = router.load_of(routing.ids, kernel.shape[-1], AXIS)
     return y.reshape(x.shape), router.load_balancing_loss(routing, AXIS), load.shares
 
