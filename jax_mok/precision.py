@@ -37,14 +37,14 @@ from jax.typing import DTypeLike
 from jax_mok import codec
 from jax_mok.call import Call
 from jax_mok.errors import MoEInputError
-from jax_mok.quantize import MXArray, dequantize, rounded
+from jax_mok.quantize import MXArray, dequantize, rounded, without_gradient
 from jax_mok.transforms import refuse_derivative
 
 FORWARD_AXIS = -2
 """Of the three weights [experts, contraction, columns], the contraction of the forward pass."""
 BACKWARD_AXIS = -1
 
-_NO_MASTER = (
+_NOT_MASTER = (
     "prepared weights have no gradient: prepare the arrays that are differentiated with "
     "jax_mok.prepare_weights(..., backward=True), inside the function of which jax.grad is taken"
 )
@@ -162,22 +162,17 @@ def check_blocks(name: str, weight: MXArray) -> None:
 def constants(weight: Weight) -> Weight:
     """The weight, of which nothing but the master may be differentiated."""
     if isinstance(weight, MXArray):
-        reason = (
-            "an MXArray without a master has no gradient: give the layer the float32 weight, or "
-            "quantize(weight, axis, keep_master=True)"
-        )
         return dataclasses.replace(
             weight,
-            elements=refuse_derivative(weight.elements, reason),
-            scales=refuse_derivative(weight.scales, reason),
+            elements=without_gradient(weight.elements),
+            scales=without_gradient(weight.scales),
         )
     if isinstance(weight, PreparedWeight):
-        return dataclasses.replace(
-            weight,
-            forward=refuse_derivative(weight.forward, _NO_MASTER),
-            backward=None
-            if weight.backward is None
-            else refuse_derivative(weight.backward, _NO_MASTER),
+        backward = weight.backward
+        if backward is not None:
+            backward = refuse_derivative(backward, _NOT_MASTER)
+        return PreparedWeight(
+            refuse_derivative(weight.forward, _NOT_MASTER), backward, weight.master
         )
     return weight
 

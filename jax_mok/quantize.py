@@ -44,7 +44,8 @@ _ELEMENT_BIAS, _ELEMENT_MANTISSA_BITS = 7, 3
 _ELEMENT_NAN = 0x7F
 _NO_GRADIENT = (
     "the elements of an MXArray have no gradient, which 8 bits could not hold: differentiate the "
-    "array that is quantised, with quantize(x, axis, keep_master=True)"
+    "array that is quantised, with quantize(x, axis, keep_master=True), or hold that constant with "
+    "jax.lax.stop_gradient"
 )
 
 
@@ -135,7 +136,7 @@ def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXAr
     master = jnp.asarray(x)
     if not jnp.issubdtype(master.dtype, jnp.floating):
         raise MoEInputError(f"x has dtype {master.dtype}; MXFP8 is made of floats")
-    fixed = jax.lax.stop_gradient(master) if keep_master else _without_gradient(master)
+    fixed = jax.lax.stop_gradient(master) if keep_master else without_gradient(master)
     x = fixed.astype(jnp.float32)
     _check_length(x.shape, axis)
     place = _axis(axis, x.ndim)
@@ -167,7 +168,7 @@ def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
       MoEError: if elements or scales are differentiated.
     """
     array.check()
-    elements, scales = _without_gradient(array.elements), _without_gradient(array.scales)
+    elements, scales = without_gradient(array.elements), without_gradient(array.scales)
     place = _axis(array.axis, array.ndim)
     scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     exponents = jnp.repeat(scales, BLOCK, axis=place).astype(jnp.int32) - _BIAS
@@ -187,7 +188,8 @@ def rounded(x: jax.Array, axis: int = -1) -> jax.Array:
     return dequantize(quantize(x, axis, keep_master=True), x.dtype)
 
 
-def _without_gradient(value: jax.Array) -> jax.Array:
+def without_gradient(value: jax.Array) -> jax.Array:
+    """The value; raises MoEError if it is differentiated."""
     return refuse_derivative(value, _NO_GRADIENT)
 
 

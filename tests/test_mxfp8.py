@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import routings
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs, Outputs
 
@@ -252,6 +253,33 @@ def test_stored_weights_go_through_shard_map_by_one_spec():
     assert np.asarray(y).tobytes() == on_one_rank().y.tobytes()
 
 
+def test_groups_of_ranks_on_an_explicit_mesh_have_the_same_bits():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("dp", "ep"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    inputs = batch()
+
+    def loss(weights, x):
+        weights = [quantize(weight, -2, keep_master=True) for weight in weights]
+        y = jax_mok.moe(
+            x,
+            inputs.expert_ids,
+            inputs.expert_weights,
+            *weights,
+            mesh=mesh,
+            axis_name="ep",
+            config=MXFP8,
+        )
+        return jnp.sum(y * jnp.asarray(inputs.dy, out_sharding=jax.typeof(y).sharding)), y
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (d_weights, dx), y = step(list(weights_of(inputs)), inputs.x)
+    want = on_one_rank()
+    np.testing.assert_array_equal(y, want.y)
+    np.testing.assert_array_equal(dx, want.dx)
+    for got, name in zip(d_weights, WEIGHTS, strict=True):
+        np.testing.assert_allclose(got, getattr(want, f"d_{name}"), rtol=1e-5, atol=1e-5)
+
+
 def test_tokens_and_gradients_travel_in_half_the_bytes_of_bfloat16():
     step = harness.layer_step(harness.mesh_of(4), MXFP8)
     text = step.lower(batch("bfloat16")).as_text()
@@ -343,7 +371,7 @@ def test_weights_without_a_master_say_where_gradients_can_go():
     def loss(weights, x=inputs.x):
         return jnp.sum(layer(x, inputs.expert_weights, weights, ids=inputs.expert_ids))
 
-    with pytest.raises(jax_mok.MoEError, match=r"MXArray without a master.*keep_master=True"):
+    with pytest.raises(jax_mok.MoEError, match=r"elements of an MXArray.*keep_master=True"):
         jax.grad(loss)(weights_of(stored()))
     prepare = functools.partial(jax_mok.prepare_weights, *weights_of(inputs), dtype=jnp.float32)
     with pytest.raises(jax_mok.MoEError, match="prepared weights have no gradient"):
