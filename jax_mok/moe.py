@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +253,7 @@ def _forward(call: Call, operands: _Operands, *, keep: bool) -> _Forward:
     """
 
     def in_waves(plan_of: Callable[[Call, jax.Array, jax.Array], Plan]) -> Callable[..., _Forward]:
-        def run(*operands: Any) -> _Forward:
+        def run(operands: _Operands) -> _Forward:
             x, ids, router_weights, weights = operands
             place = vary(call.position.place(), call.axes)
             routed = layer.Routed(plan_of(call, ids, place), place)
@@ -264,18 +264,18 @@ def _forward(call: Call, operands: _Operands, *, keep: bool) -> _Forward:
 
         return run
 
-    def in_one_call(*operands: Any) -> _Forward:
+    def in_one_call(operands: _Operands) -> _Forward:
         if keep:
             return fused.forward_and_keep(call, *operands)
         return fused.forward(call, *operands), None, None
 
     def refused(reason: str) -> Callable[..., _Forward]:
-        return lambda x, *rest: on_cpu(refuse_when_lowered(x, reason), *rest)
+        return lambda operands: on_cpu(operands._replace(x=refuse_when_lowered(operands.x, reason)))
 
     on_cpu = in_waves(make_plan)
     composition = call.config.composition
     return jax.lax.platform_dependent(
-        *operands,
+        operands,
         cpu=refused(_NO_CPU_KERNEL) if composition == "fused" else on_cpu,
         cuda=in_waves(gather_plan_on_gpu) if composition == "collective" else in_one_call,
         default=refused("the MoE layer runs on CPU devices and on NVIDIA GPUs only"),
