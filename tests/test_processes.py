@@ -16,9 +16,10 @@ import pytest
 import routings
 from oracle import Outputs
 
+import jax_mok
 from jax_mok.checkpoints import load_moe_layer
 
-RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 40, 16, 24, 8, 2
+RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 40, 32, 64, 8, 2
 HERE = pathlib.Path(__file__).parent
 
 PRELUDE = """
@@ -94,7 +95,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 assert jax.device_count() == 4 and jax.local_device_count() == 2
 from jax.experimental import multihost_utils
 import jax_mok
-config = jax_mok.MoEConfig(ring_rows=int(sys.argv[5]) or None)
+config = jax_mok.MoEConfig(ring_rows=int(sys.argv[5]) or None, precision=sys.argv[6])
 outputs = harness.layer_step(harness.mesh_of(4), config)(harness.shard(inputs, harness.mesh_of(4)))
 outputs = multihost_utils.process_allgather(outputs, tiled=True)
 if process == 0:
@@ -102,18 +103,21 @@ if process == 0:
 """
 
 
-@pytest.mark.parametrize("ring_rows", [0, 64])
-def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_rows):
+@pytest.mark.parametrize(
+    ("ring_rows", "precision"), [(0, "operands"), (64, "operands"), (64, "mxfp8")]
+)
+def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_rows, precision):
     """No memory is shared: the collective composition takes over."""
     port = free_port()
     result = tmp_path / "outputs.npz"
     processes = [
-        start(DISTRIBUTED, inputs_file, result, port, process, ring_rows, devices=2)
+        start(DISTRIBUTED, inputs_file, result, port, process, ring_rows, precision, devices=2)
         for process in range(2)
     ]
     for process in processes:
         finish(process)
-    harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
+    config = jax_mok.MoEConfig(precision=precision)
+    harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1, config))
 
 
 CHECKPOINT = """
