@@ -1,5 +1,7 @@
 """The kernels by which `bench link` measures: they move what they say. Run with `pytest -m gpu`."""
 
+import functools
+
 import numpy as np
 import pytest
 from gpu_harness import require_gpus
@@ -7,6 +9,11 @@ from gpu_harness import require_gpus
 from jax_mok.bench.link_moves import HOWS, WAYS, Link, Move
 
 pytestmark = pytest.mark.gpu
+
+
+@functools.cache  # its buffers are large
+def link_of_two() -> Link:
+    return Link(0, 1)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
@@ -19,7 +26,7 @@ def test_rows_arrive_where_they_belong_and_nothing_else_is_touched(
     require_gpus(2)
     import cupy
 
-    link = Link(0, 1)
+    link = link_of_two()
     move = Move(way, how, blocks, row_bytes, both_ways)
     for side in link.sides:
         with cupy.cuda.Device(side["gpu"]):
@@ -47,5 +54,5 @@ def test_rows_arrive_where_they_belong_and_nothing_else_is_touched(
 @pytest.mark.parametrize("way", WAYS)
 def test_signals_take_some_time_but_not_long(way):
     require_gpus(2)
-    seconds = Link(0, 1).signal(way, rounds=2)
+    seconds = link_of_two().signal(way, rounds=2)
     assert 1e-8 < seconds.median < 1e-3
