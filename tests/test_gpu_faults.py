@@ -121,7 +121,7 @@ def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.P
             process.communicate()
 
 
-DIFFERENT = """
+ALONE = """
 import faulthandler
 import gpu_harness, numpy as np, pytest, test_gpu
 import jax_mok
@@ -130,17 +130,19 @@ faulthandler.dump_traceback_later(60, exit=True)
 config = gpu_harness.MoEConfig(timeout_s=20.0)
 split = jax.NamedSharding(gpu_harness.mesh_of(2), jax.P("ep"))
 
-def draw(inner, experts):
-    inputs = test_gpu.draw("zipf", inner=inner, experts=experts)
+def draw(**sizes):
+    inputs = test_gpu.draw("zipf", **sizes)
     # Not by device_put, which asks the other process whether it has the same.
     return [jax.make_array_from_callback(a.shape, split, a.__getitem__) for a in inputs[:6]]
-
-same, own = draw(192, 8), draw(*((192, 12), (256, 8))[process])
 
 def run(operands):
     y = test_gpu.forward(2, config)(*operands)
     return np.asarray(y.addressable_data(0)).astype(np.float32)
+"""
 
+DIFFERENT = """
+same = draw()
+own = draw(**(dict(experts=12), dict(inner=256))[process])
 want = run(same)
 assert np.isfinite(want).all()
 assert np.isnan(run(own)).all()
@@ -152,10 +154,24 @@ for _ in range(3):
 jax_mok.check()
 """
 
+FIRST = """
+told = f"rank {1 - process} sets up memory for calls of other sizes"
+with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+    run(draw(tokens=(364, 412)[process]))
+assert np.isfinite(run(draw())).all()
+jax_mok.check()
+"""
+
+# Else XLA's processes tune one program together.
+APART = "--xla_gpu_shard_autotuning=false"
+
 
 def test_calls_that_differ_in_what_memory_does_not_show_are_told_apart():
     """As many bytes of tokens, choices and rows, so the calls meet."""
     require_gpus(2)
-    # Else XLA's processes tune one program together.
-    flags = "--xla_gpu_shard_autotuning=false"
-    run_in_two_processes(DIFFERENT, within_s=120, XLA_FLAGS=flags)
+    run_in_two_processes(ALONE + DIFFERENT, within_s=120, XLA_FLAGS=APART)
+
+
+def test_first_calls_of_different_sizes_are_told_apart():
+    require_gpus(2)
+    run_in_two_processes(ALONE + FIRST, within_s=120, XLA_FLAGS=APART)
