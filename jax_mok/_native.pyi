@@ -1,4 +1,4 @@
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,3 +19,35 @@ def build_plan(
     routes: NDArray[np.int32], rank: int, experts: int, tile_rows: int, chunk_rows: int
 ) -> dict[str, NDArray[np.int32]]: ...
 def ring_position(row: int, ring_rows: int, chunk_rows: int) -> tuple[int, int, int]: ...
+
+class Rack:
+    def __init__(
+        self,
+        *,
+        routes: NDArray[np.int32],
+        experts: int,
+        hidden: int,
+        inner: int,
+        ring_rows: int,
+        chunk_rows: int,
+    ) -> None: ...
+    def simulate(
+        self,
+        *,
+        pull_order: str,
+        dispatch_push: bool,
+        combine_push: bool,
+        token_bytes: float,
+        output_bytes: float,
+        bin_s: float,
+        sms: int,
+        link_bytes_per_s: float,
+        request_share: float,
+        signal_s: float,
+        pull_round_s: float,
+        pull_round_bytes: float,
+        look_s: float,
+        step_s: float,
+        gate_up_s: float,
+        down_s: float,
+    ) -> dict[str, Any]: ...

@@ -22,7 +22,6 @@ int64_t halves_tiles(const BackwardSizes& sizes, const BackwardShape& shape) {
 }  // namespace
 
 BackwardShape BackwardSizes::shape() const {
-  constexpr int kGroupUnits = 8;
   return backward_shape(kCluster, static_cast<int32_t>(ring_rows / kTileRows),
                         static_cast<int32_t>(plan.max_tiles()), static_cast<int32_t>(hidden),
                         static_cast<int32_t>(inner), kGroupUnits);

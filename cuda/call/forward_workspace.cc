@@ -6,8 +6,6 @@ namespace mok::sm90 {
 
 ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directions, bool composed,
                                 bool keeps_plan, int64_t ring_rows, int64_t hidden, int64_t inner) {
-  constexpr int kGroupUnits = 8;
-  constexpr int kStepTiles = 16384 / kTileRows;
   const auto ring_tiles = static_cast<int32_t>(ring_rows / kTileRows);
   const auto most_tiles = static_cast<int32_t>(plan.max_tiles());
   const auto width = static_cast<int32_t>(hidden);
@@ -17,8 +15,7 @@ ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directi
           .composed = composed,
           .keeps_plan = keeps_plan,
           .work = composed ? wave_shape(kCluster, ring_tiles, most_tiles, width, depth, kGroupUnits)
-                           : work_shape(kCluster, ring_tiles, most_tiles, width, depth, kGroupUnits,
-                                        kStepTiles),
+                           : forward_work_shape(ring_tiles, most_tiles, width, depth),
           .ring_rows = ring_rows,
           .hidden = hidden,
           .inner = inner};

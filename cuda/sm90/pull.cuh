@@ -1,16 +1,15 @@
 #pragma once
 
-#include "core/plan.h"
 #include "device/inject.cuh"
 #include "device/warp.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
+#include "sm90/pull_share.h"
 #include "sm90/record.cuh"
 #include "sm90/rows.cuh"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
-// order in which the rows of the plan first need them. Every peer has warps of its own, so that at
-// any moment all ranks pull from all others, though the rows of an expert come rank by rank.
+// order in which the rows of the plan first need them.
 namespace mok::sm90 {
 
 // What is pulled: where rows begin in the peers' arenas and here, in bytes and elements, and
@@ -27,16 +26,14 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
     return;
   }
   const int lane = threadIdx.x % kWarp;
-  const int peers = min(params.ranks - 1, warps);
-  const int visit = warp % peers;  // the peers that this warp visits: every `peers`-th
-  const int stride = (warps - visit + peers - 1) / peers;
+  const PullShare share = pull_share(params.ranks, warp, warps);
   const int64_t rows = int64_t{*params.tile_count} * kTileRows;
-  for (int64_t first = warp / peers; first < rows; first += stride * kWarp) {
-    const int64_t row = first + lane * stride;
+  for (int64_t first = share.first; first < rows; first += share.stride * kWarp) {
+    const int64_t row = first + lane * share.stride;
     int32_t own_token = -1;
     if (row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0) {
       const int32_t token = params.row_source[row] / params.top_k;
-      if (visit_index(token / params.tokens, params.rank, params.ranks) % peers == visit) {
+      if (share.has(token / params.tokens, params.rank, params.ranks)) {
         own_token = token;
       }
     }

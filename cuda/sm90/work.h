@@ -253,6 +253,16 @@ inline WorkShape work_shape(int32_t cluster, int32_t ring_tiles, int32_t most_ti
   return shape;
 }
 
+// The group and step sizes that measured best.
+constexpr int32_t kGroupUnits = 8;
+constexpr int32_t kStepTiles = 16384 / kTileRows;
+
+// Of the fused forward kernel.
+inline WorkShape forward_work_shape(int32_t ring_tiles, int32_t most_tiles, int32_t hidden,
+                                    int32_t inner) {
+  return work_shape(kCluster, ring_tiles, most_tiles, hidden, inner, kGroupUnits, kStepTiles);
+}
+
 // Steps that are waves, one after the other: as large as the ring has room, groups small enough for
 // most of the ring to be the step's.
 inline WorkShape wave_shape(int32_t cluster, int32_t ring_tiles, int32_t most_tiles, int32_t hidden,

@@ -1,5 +1,5 @@
 // Hands the handlers of the CPU platform and the fault records to Python, and the plan builder and
-// ring arithmetic to tests that need no XLA program.
+// ring arithmetic to tests that need no XLA program; and the simulation of a rack.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -11,6 +11,7 @@
 #include "host/plan_builder.h"
 #include "xla/cpu_handlers.h"
 #include "xla/python.h"
+#include "xla/rack_module.h"
 
 namespace nb = nanobind;
 
@@ -107,6 +108,7 @@ NB_MODULE(_native, module) {
         return nb::make_tuple(ring.wave(row), ring.slot(row), ring.ring_row(row));
       },
       nb::arg("row"), nb::arg("ring_rows"), nb::arg("chunk_rows"));
+  bind_rack(module);
 }
 
 }  // namespace
