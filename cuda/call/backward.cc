@@ -13,6 +13,7 @@
 #include "sm90/backward_moves.h"
 #include "sm90/choices.h"
 #include "sm90/finish.h"
+#include "sm90/pull_share.h"
 #include "sm90/tensor_map.h"
 #include "sm90/weighted_sum.h"
 
@@ -208,6 +209,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
     return "the driver refuses the tensor maps of these shapes";
   }
   fill_params(call, space, places, layout, arena, &params);
+  params.peers_apart = peers_apart(plan.ranks - 1, device.backward_clusters * kCluster);
 
   count_launched_call();
   Launches launch;

@@ -8,6 +8,7 @@
 #include "call/waves.h"
 #include "link/exchange.h"
 #include "sm90/finish.h"
+#include "sm90/pull_share.h"
 #include "sm90/tensor_map.h"
 #include "sm90/weighted_sum.h"
 
@@ -93,6 +94,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   params.inner = static_cast<int32_t>(shape.inner);
   params.ranks = shape.plan.ranks;
   params.rank = rank;
+  params.peers_apart = peers_apart(shape.plan.ranks - 1, device.clusters * kCluster);
   params.tokens = static_cast<int32_t>(shape.plan.tokens);
   params.top_k = shape.plan.top_k;
   params.choices = static_cast<int32_t>(shape.plan.choices());

@@ -123,11 +123,11 @@ std::vector<std::vector<PulledToken>> pulls_of(const RankWork& work, PullOrder o
     return pulls;
   }
   const bool by_peers = order == PullOrder::kPeers;
+  const int32_t peers = by_peers ? sm90::peers_apart(ranks - 1, warps) : 1;
   const auto& ordered = work.pull_order;
   const int64_t rows = order == PullOrder::kPlan ? ordered.size() : work.token_home.size();
   for (int32_t warp = 0; warp < warps; ++warp) {
-    const sm90::PullShare share =
-        by_peers ? sm90::pull_share(ranks, warp, warps) : sm90::PullShare{1, 0, warp, warps};
+    const sm90::PullShare share = sm90::pull_share(peers, warp, warps);
     int32_t looks = 0;
     for (int64_t first = share.first; first < rows; first += int64_t{share.stride} * kLanes) {
       ++looks;

@@ -70,6 +70,7 @@ struct ForwardParams {
   int32_t inner;
   int32_t ranks;
   int32_t rank;
+  int32_t peers_apart;  // see sm90/pull_share.h
   int32_t tokens;  // per rank
   int32_t top_k;
   int32_t choices;  // per rank

@@ -26,7 +26,7 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
     return;
   }
   const int lane = threadIdx.x % kWarp;
-  const PullShare share = pull_share(params.ranks, warp, warps);
+  const PullShare share = pull_share(params.peers_apart, warp, warps);
   const int64_t rows = int64_t{*params.tile_count} * kTileRows;
   for (int64_t first = share.first; first < rows; first += share.stride * kWarp) {
     const int64_t row = first + lane * share.stride;
@@ -45,7 +45,7 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
         continue;
       }
       if (lane == 0) {
-        const int64_t its_row = first + next * stride;
+        const int64_t its_row = first + next * share.stride;
         record_begin(params, TimelineRole::kPull, static_cast<int32_t>(its_row / kTileRows), rank,
                      0);
       }

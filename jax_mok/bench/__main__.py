@@ -12,6 +12,7 @@ _MEASUREMENTS = {
     "layer": "the layer on GPUs, as shares of cuBLAS and of what no layer can beat",
     "link": "the link between two GPUs, and the layer with each move turned round",
     "peers": "the layer beside what one could write in JAX instead",
+    "rack": "the layer on up to 72 GPUs, simulated",
     "scaling": "the layer by tokens, experts, imbalance and ring, beside the bound",
     "train": "training steps of a decoder with the layer, and with its peers",
     "timeline": "which SM of a GPU does what when inside the kernel",

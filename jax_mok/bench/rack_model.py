@@ -15,7 +15,6 @@ import numpy as np
 
 from jax_mok import _native, gpu
 from jax_mok.bench.bound import Bound, bound_of
-from jax_mok.bench.routes import draw_routes
 from jax_mok.bench.shapes import Shape
 from jax_mok.config import MoEConfig
 from jax_mok.layout import make_layout
@@ -77,8 +76,8 @@ H200 = Machine(
     link_bytes_per_s=365e9,
     request_share=365 / 330 - 1,
     signal_s=1.23e-6,
-    # Fitted to docs/hopper-forward.md: 8192 tokens of 14336 bytes, four rounds each, come in 0.9 ms.
-    # cuda/sm90/rows.cuh: a warp has 4 KiB under way.
+    # cuda/sm90/rows.cuh: a warp has 4 KiB under way. The time is fitted to docs/hopper-forward.md:
+    # 8192 tokens of 14336 bytes, four rounds each, come in 0.9 ms.
     pull_round_s=2.87e-6,
     pull_round_bytes=4096,
     # Not measured: two loads from L2, one after the other. On two GPUs it does not matter.
@@ -106,6 +105,9 @@ _BARRIERS_S, _BETWEEN_LAUNCHES_S = 20e-6, 22e-6
 _PLAN_S, _PLAN_S_PER_CHOICE = 17e-6, 7e-11
 
 
+_DEFAULTS = MoEConfig()
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is simulated.
@@ -124,7 +126,7 @@ class Case:
 
     shape: Shape
     gpus: int
-    config: MoEConfig = MoEConfig()
+    config: MoEConfig = _DEFAULTS
     machine: Machine = H200
     exponent: float = 0.0
     pull_order: PullOrder = "peers"
@@ -147,22 +149,25 @@ class Outcome(NamedTuple):
     bound: Bound
     kernel: dict[str, Any]
 
+    def share_of_link(self, machine: Machine) -> float:
+        """Of what the ports could take in during the call, mean over GPUs."""
+        moved = self.kernel["dispatch"]["bytes"].sum() + self.kernel["combine"]["bytes"].sum()
+        return float(moved) / len(self.kernel["kernel_s"]) / machine.link_bytes_per_s / self.seconds
+
 
 @functools.lru_cache(maxsize=2)
 def routes_of(shape: Shape, gpus: int, exponent: float) -> np.ndarray:
-    """int32 [gpus, T, K], the same whenever they are drawn."""
+    """int32 [gpus, T, K], distinct experts per token; the same whenever they are drawn."""
     experts = shape.experts_of(gpus)
     generator = np.random.default_rng(0)
-    if not exponent:
-        draws = [
-            draw_routes("uniform", generator, shape.tokens, experts, shape.top_k)
-            for _ in range(gpus)
-        ]
-        return np.stack(draws)
-    ids = draw_routes(
-        "zipf", generator, gpus * shape.tokens, experts, shape.top_k, exponent=exponent
-    )
-    return ids.reshape(gpus, shape.tokens, shape.top_k)
+    wanted = -exponent * np.log1p(generator.permutation(experts)).astype(np.float32)
+    routes = np.empty((gpus, shape.tokens, shape.top_k), np.int32)
+    for ids in routes:  # one GPU's at a time: their scores take gigabytes together
+        scores = generator.standard_exponential((shape.tokens, experts), np.float32)
+        np.log(np.maximum(scores, np.finfo(np.float32).tiny), out=scores)
+        scores -= wanted
+        ids[:] = np.argpartition(scores, shape.top_k - 1, axis=1)[:, : shape.top_k]
+    return routes
 
 
 @functools.lru_cache(maxsize=2)
@@ -208,12 +213,13 @@ def simulate(case: Case) -> Outcome:
         gate_up_s=_GATE_UP_CYCLES * machine.cycle_s,
         down_s=_DOWN_CYCLES * machine.cycle_s,
     )
+    summed = (shape.top_k + 1) * shape.tokens * _row_bytes(shape)
     parts = {
         **_parts_before(case),
         "pushing tokens": kernel["push_tokens_s"],
         "kernel": float(kernel["kernel_s"].max()),
         "pulling rows": kernel["pull_rows_s"],
-        "top-k sum": (shape.top_k + 1) * _row_bytes(shape) * shape.tokens / machine.memory_bytes_per_s,
+        "top-k sum": summed / machine.memory_bytes_per_s,
         "between launches": _BETWEEN_LAUNCHES_S,
     }
     bound = bound_of(
