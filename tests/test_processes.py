@@ -92,11 +92,12 @@ def load_outputs(path: pathlib.Path) -> Outputs:
 DISTRIBUTED = """
 port, process = int(sys.argv[3]), int(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
-assert jax.device_count() == 4 and jax.local_device_count() == 2
+assert jax.device_count() == 2 * jax.local_device_count()
 from jax.experimental import multihost_utils
 import jax_mok
 config = jax_mok.MoEConfig(ring_rows=int(sys.argv[5]) or None, precision=sys.argv[6])
-outputs = harness.layer_step(harness.mesh_of(4), config)(harness.shard(inputs, harness.mesh_of(4)))
+mesh = harness.mesh_of(jax.device_count())
+outputs = harness.layer_step(mesh, config)(harness.shard(inputs, mesh))
 outputs = multihost_utils.process_allgather(outputs, tiled=True)
 if process == 0:
     np.savez(sys.argv[2], **outputs._asdict())
@@ -118,6 +119,20 @@ def test_two_processes_get_the_bits_of_one(start, inputs_file, tmp_path, ring_ro
         finish(process)
     config = jax_mok.MoEConfig(precision=precision)
     harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1, config))
+
+
+def test_two_processes_of_thirty_six_devices_get_the_bits_of_one(start, tmp_path):
+    rng = np.random.default_rng(36)
+    routes = routings.zipf(rng, 72, 2, TOP_K, 72)
+    inputs = harness.draw_inputs(rng, routes, hidden=HIDDEN, inner=8, experts=72)
+    given, result, port = tmp_path / "inputs.npz", tmp_path / "outputs.npz", free_port()
+    np.savez(given, **inputs._asdict())
+    processes = [
+        start(DISTRIBUTED, given, result, port, process, 0, devices=36) for process in range(2)
+    ]
+    for process in processes:
+        finish(process)
+    harness.assert_same_bits(load_outputs(result), harness.run_layer(inputs, 1))
 
 
 CHECKPOINT = """

@@ -87,13 +87,13 @@ struct BackwardParams {
   int32_t inner;
   int32_t ranks;
   int32_t rank;
-  int32_t peers_apart;  // see sm90/pull_share.h
   int32_t tokens;
   int32_t top_k;
   int32_t choices;
   BackwardShape shape;
   Clamp clamp;
   uint64_t timeout_ns;
+  int32_t peers_apart;  // see sm90/pull_share.h
 
   static constexpr bool kRecords = false;
 };

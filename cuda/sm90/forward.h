@@ -70,7 +70,6 @@ struct ForwardParams {
   int32_t inner;
   int32_t ranks;
   int32_t rank;
-  int32_t peers_apart;  // see sm90/pull_share.h
   int32_t tokens;  // per rank
   int32_t top_k;
   int32_t choices;  // per rank
@@ -79,6 +78,7 @@ struct ForwardParams {
   int32_t down_columns;
   Clamp clamp;
   uint64_t timeout_ns;
+  int32_t peers_apart;  // see sm90/pull_share.h
 
   static constexpr bool kRecords = false;
 };

@@ -37,8 +37,8 @@ _MACHINE = flags.DEFINE_enum("machine", "h200", list(MACHINES), "gb200: as its d
 _JSON = flags.DEFINE_string("json", None, "also write the figures to this file")
 _PLOT = flags.DEFINE_string("plot", None, "also draw the curves and the link to this PNG")
 
-_RINGS = (1 / 4, 1 / 2, 1, 2)  # times the default's rows
-_CHUNK_ROWS = (256, 1024, 4096)
+_RINGS = (1 / 4, 1 / 2)  # times the default's rows
+_CHUNK_ROWS = (256, 4096)
 _EXPONENTS = (0.3, 0.6, 0.9)
 _UNDER_WAY = (2, 4)  # times what the kernel's warps have
 _PERCENTILES = {"least": 0, "5th": 5, "median": 50, "most": 100}

@@ -160,14 +160,17 @@ def routes_of(shape: Shape, gpus: int, exponent: float) -> np.ndarray:
     """int32 [gpus, T, K], distinct experts per token; the same whenever they are drawn."""
     experts = shape.experts_of(gpus)
     generator = np.random.default_rng(0)
-    wanted = -exponent * np.log1p(generator.permutation(experts)).astype(np.float32)
-    routes = np.empty((gpus, shape.tokens, shape.top_k), np.int32)
-    for ids in routes:  # one GPU's at a time: their scores take gigabytes together
-        scores = generator.standard_exponential((shape.tokens, experts), np.float32)
-        np.log(np.maximum(scores, np.finfo(np.float32).tiny), out=scores)
-        scores -= wanted
-        ids[:] = np.argpartition(scores, shape.top_k - 1, axis=1)[:, : shape.top_k]
-    return routes
+    shares = (1.0 + generator.permutation(experts)) ** -exponent
+    limits = np.cumsum(shares / shares.sum())
+    tokens = gpus * shape.tokens
+    routes = np.empty((shape.top_k, tokens), np.int32)
+    for k in range(shape.top_k):  # one expert after the other, drawn anew where a token has it
+        again = np.arange(tokens)
+        while again.size:
+            drawn = np.searchsorted(limits, generator.random(again.size), side="right")
+            routes[k, again] = np.minimum(drawn, experts - 1)
+            again = again[np.any(routes[:k, again] == routes[k, again], axis=0)]
+    return np.ascontiguousarray(routes.T).reshape(gpus, shape.tokens, shape.top_k)
 
 
 @functools.lru_cache(maxsize=2)
