@@ -21,11 +21,11 @@ struct PullShare {
   }
 };
 
-// How many peers are told apart: the most with which no warp has a sixteenth more to do than if all
-// had the same, every peer's tokens being as many.
+// How many peers are told apart: the most with which no warp has a thirty-second more to do than if
+// all had the same, every peer's tokens being as many.
 inline int32_t peers_apart(int32_t peers, int32_t warps) {
   const auto fits = [&](int32_t some_peers, int32_t some_warps) {
-    return 16 * some_peers * warps <= 17 * peers * some_warps;
+    return 32 * some_peers * warps <= 33 * peers * some_warps;
   };
   for (int32_t apart = peers < warps ? peers : warps; apart > 1; --apart) {
     // The first visits are of one peer more, and the first ones have one warp more.

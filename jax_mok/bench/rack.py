@@ -37,7 +37,7 @@ _MACHINE = flags.DEFINE_enum("machine", "h200", list(MACHINES), "gb200: as its d
 _JSON = flags.DEFINE_string("json", None, "also write the figures to this file")
 _PLOT = flags.DEFINE_string("plot", None, "also draw the curves and the link to this PNG")
 
-_RINGS = (1 / 4, 1 / 2)  # times the default's rows
+_RINGS = (1 / 8, 1 / 4, 1 / 2)  # times the default's rows
 _CHUNK_ROWS = (256, 4096)
 _EXPONENTS = (0.3, 0.6, 0.9)
 _UNDER_WAY = (2, 4)  # times what the kernel's warps have
@@ -137,7 +137,7 @@ def figures_of(case: Case, outcome: Outcome) -> dict[str, Any]:
 def link_of(case: Case, outcome: Outcome) -> dict[str, Any]:
     """Shares of the ports' rate by time: what comes in at all GPUs, and at the first by source.
 
-    `pairs` has, in windows of 25 bins, percentiles over pairs of what goes from one GPU to another,
+    `pairs` has, in windows of some bins, percentiles over pairs of what goes from one GPU to another,
     in shares of its fair part of the port.
     """
     n = case.gpus
@@ -146,7 +146,7 @@ def link_of(case: Case, outcome: Outcome) -> dict[str, Any]:
     moves = [np.pad(move, ((0, bins - len(move)), (0, 0), (0, 0))) for move in moves]
     port = case.machine.link_bytes_per_s * BIN_S
     together = moves[0] + moves[1]
-    window = 25
+    window = 10
     whole = together[: bins // window * window].reshape(-1, window, n, n).sum(1)
     of_pairs = whole[:, ~np.eye(n, dtype=bool)] / (window * port / max(1, n - 1))
     return {

@@ -32,8 +32,9 @@ def draw(path: Path, measured: dict[str, Any], links: dict[str, Any]) -> None:
         _draw_sources(panels[3], links[name])
         for panel in panels[:3]:
             panel.spines[["top", "right"]].set_visible(False)
-    for panel in rows[0, :3]:
-        panel.legend(frameon=False, fontsize=8)
+    rows[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
+    for panel in rows[0, 1:3]:
+        panel.legend(frameon=False, fontsize=8, loc="upper left")
     figure.suptitle(f"simulated: forward pass on {measured['machine']} GPUs", fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -64,7 +65,7 @@ def _draw_ports(panel: Axes, link: dict[str, Any]) -> None:
         colors=(_DISPATCH, _COMBINE),
         labels=("tokens", "output rows"),
     )
-    panel.set_ylim(0, 1.05)
+    panel.set_ylim(0, 1.4)  # room for the legend
     panel.set_xlabel("ms since the kernel's start")
     panel.set_ylabel("share of the ports' rate, mean")
 
@@ -77,7 +78,7 @@ def _draw_pairs(panel: Axes, link: dict[str, Any]) -> None:
     )
     panel.plot(times, pairs["5th"], color=_ARITHMETIC, linestyle="--", label="5th percentile")
     panel.plot(times, pairs["median"], color=_LAYER, label="median")
-    panel.set_ylim(0, None)
+    panel.set_ylim(0, 2.4)
     panel.set_xlabel("ms since the kernel's start")
     panel.set_ylabel("pairs, of their part of the port")
 

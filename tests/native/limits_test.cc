@@ -112,7 +112,7 @@ void check_pulls(int32_t ranks, int32_t warps) {
         }
       }
     }
-    REQUIRE(apart == 1 || 16.0 * peers / share.stride <= 17.0 * (ranks - 1) / warps);
+    REQUIRE(apart == 1 || 32.0 * peers / share.stride <= 33.0 * (ranks - 1) / warps);
   }
   for (int32_t i = 0; i < kRows * ranks; ++i) {
     REQUIRE(times[i] == (i % ranks == rank ? 0 : 1));
