@@ -137,8 +137,8 @@ def figures_of(case: Case, outcome: Outcome) -> dict[str, Any]:
 def link_of(case: Case, outcome: Outcome) -> dict[str, Any]:
     """Shares of the ports' rate by time: what comes in at all GPUs, and at the first by source.
 
-    `pairs` has, in windows of some bins, percentiles over pairs of what goes from one GPU to another,
-    in shares of its fair part of the port.
+    `pairs` has, in windows of some bins, percentiles over pairs of what goes from one GPU to
+    another, in shares of its fair part of the port.
     """
     n = case.gpus
     moves = [outcome.kernel[move]["binned"] for move in ("dispatch", "combine")]
@@ -167,8 +167,8 @@ def link_of(case: Case, outcome: Outcome) -> dict[str, Any]:
 def _report(measured: dict[str, Any]) -> None:
     console = open_console()
     console.print(
-        f"simulated, not measured: forward pass on {measured['machine']} GPUs; waits in shares of "
-        "the slowest GPU's kernel"
+        f"simulated, not measured: forward pass on {measured['machine'].upper()}s; waits in shares "
+        "of the slowest GPU's kernel"
     )
     table = Table(
         caption="ms of the layer, of the bound's arithmetic and link, and until the last token is "

@@ -32,10 +32,9 @@ def draw(path: Path, measured: dict[str, Any], links: dict[str, Any]) -> None:
         _draw_sources(panels[3], links[name])
         for panel in panels[:3]:
             panel.spines[["top", "right"]].set_visible(False)
-    rows[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
-    for panel in rows[0, 1:3]:
+    for panel in rows[0, :3]:
         panel.legend(frameon=False, fontsize=8, loc="upper left")
-    figure.suptitle(f"simulated: forward pass on {measured['machine']} GPUs", fontsize=10)
+    figure.suptitle(f"simulated: forward pass on {measured['machine'].upper()}s", fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -50,7 +49,7 @@ def _draw_curve(panel: Axes, name: str, points: list[dict[str, Any]]) -> None:
         panel.plot(gpus, [point[key] * 1e3 for point in points], line, color=colour, label=label)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:.0f}")
-    panel.set_ylim(0, None)
+    panel.set_ylim(0, 1.6e3 * max(point["layer_s"] for point in points))  # room for the legend
     panel.set_xlabel("GPUs, equal work for each")
     panel.set_ylabel(f"{name}\nms")
 
@@ -65,7 +64,7 @@ def _draw_ports(panel: Axes, link: dict[str, Any]) -> None:
         colors=(_DISPATCH, _COMBINE),
         labels=("tokens", "output rows"),
     )
-    panel.set_ylim(0, 1.4)  # room for the legend
+    panel.set_ylim(0, 1.4)
     panel.set_xlabel("ms since the kernel's start")
     panel.set_ylabel("share of the ports' rate, mean")
 
