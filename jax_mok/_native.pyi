@@ -34,7 +34,7 @@ class Rack:
     def simulate(
         self,
         *,
-        pull_order: str,
+        pull_order: Literal["peers", "rows", "plan"],
         dispatch_push: bool,
         combine_push: bool,
         token_bytes: float,

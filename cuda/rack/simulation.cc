@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <queue>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -296,6 +297,12 @@ class Simulation {
     }
     run_phase();
     for (int32_t r = 0; r < count_; ++r) {
+      const bool is_done = std::ranges::all_of(ranks_[r].clusters, [](const Cluster& cluster) {
+        return cluster.item == kNone && cluster.next == kNone;
+      });
+      if (!is_done) {
+        throw std::logic_error("a cluster of the simulated kernel waits for ever");
+      }
       outcome_.busy_s[r] /= clusters_;
     }
   }

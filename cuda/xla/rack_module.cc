@@ -3,9 +3,11 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <initializer_list>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "rack/simulation.h"
@@ -25,6 +27,19 @@ nb::object array(std::vector<T> values, std::initializer_list<size_t> shape) {
   nb::capsule owner(owned.release(),
                     [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
   return nb::cast(nb::ndarray<nb::numpy, T>(data, shape, owner));
+}
+
+rack::PullOrder order_of(const std::string& name) {
+  if (name == "peers") {
+    return rack::PullOrder::kPeers;
+  }
+  if (name == "rows") {
+    return rack::PullOrder::kRows;
+  }
+  if (name == "plan") {
+    return rack::PullOrder::kPlan;
+  }
+  throw nb::value_error("Rack.simulate: pull_order must be peers, rows or plan");
 }
 
 // Plans and work lists of all ranks of a call.
@@ -54,9 +69,7 @@ class Rack {
                     double link_bytes_per_s, double request_share, double signal_s,
                     double pull_round_s, double pull_round_bytes, double look_s, double step_s,
                     double gate_up_s, double down_s) const {
-    const rack::PullOrder order = pull_order == "peers"  ? rack::PullOrder::kPeers
-                                  : pull_order == "rows" ? rack::PullOrder::kRows
-                                                         : rack::PullOrder::kPlan;
+    const rack::PullOrder order = order_of(pull_order);
     const rack::Moves moves{dispatch_push, combine_push, order, token_bytes, output_bytes};
     const rack::Machine machine{
         sms,    link_bytes_per_s, request_share, signal_s, pull_round_s, pull_round_bytes,

@@ -84,8 +84,9 @@ H200 = Machine(
     look_s=0.6e-6,
 )
 
-# Data sheets (dense bf16, NVLink each way, memory; a GPU): H200 989 TFLOP/s, 450 GB/s, 4.8 TB/s;
-# GB200 NVL72 360 PFLOP/s with sparsity, 130 TB/s both ways, 576 TB/s for its 72 GPUs. Every share
+# NVIDIA's figures: H200 989 TFLOP/s of dense bf16, NVLink 450 GB/s each way, memory 4.8 TB/s (its
+# data sheet); GB200 NVL72 360 PFLOP/s with sparsity, 130 TB/s both ways, 576 TB/s for its 72 GPUs
+# (the same a GPU: https://glennklockwood.com/garden/processors/B200), 148 SMs each. Every share
 # of the data sheet that an H200 reaches is taken for the other's too. Nothing of this is measured,
 # and this project has no kernel for that GPU: these are the same schedule, warps and tiles there.
 GB200 = H200._replace(
