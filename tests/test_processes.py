@@ -128,7 +128,8 @@ def test_two_processes_of_thirty_six_devices_get_the_bits_of_one(start, tmp_path
     given, result, port = tmp_path / "inputs.npz", tmp_path / "outputs.npz", free_port()
     np.savez(given, **inputs._asdict())
     processes = [
-        start(DISTRIBUTED, given, result, port, process, 0, devices=36) for process in range(2)
+        start(DISTRIBUTED, given, result, port, process, 0, "operands", devices=36)
+        for process in range(2)
     ]
     for process in processes:
         finish(process)
