@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <queue>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 
+#include "rack/events.h"
 #include "rack/links.h"
 
 namespace mok::rack {
@@ -17,29 +16,6 @@ using sm90::Product;
 using sm90::WorkItem;
 
 constexpr int32_t kNone = -1;
-
-enum class What : int32_t {
-  kArrive,     // the first byte of a transfer
-  kPull,       // a warp asks for its next token
-  kPulled,     // and has it
-  kStepsDone,  // a cluster's products of an item
-  kItemDone,   // and all else
-  kNextPush,   // of a token, before the kernel
-  kNextRow,    // that is pulled behind the kernel
-};
-
-// Of what happens at the same time, what was foreseen first goes first.
-struct Step {
-  double at;
-  uint64_t number;
-  What what;
-  int32_t rank;
-  int32_t index;  // of the warp, cluster or transfer
-
-  bool operator<(const Step& other) const {  // the queue's top is the greatest
-    return std::tie(other.at, other.number) < std::tie(at, number);
-  }
-};
 
 enum class Purpose : int32_t { kPulledToken, kPushedRows, kPushedToken, kPulledRow };
 
@@ -111,7 +87,7 @@ class Simulation {
   // --- events
 
   void at(double time, What what, int32_t rank, int32_t index) {
-    queue_.push({time, steps_++, what, rank, index});
+    events_.add(time, what, rank, index);
   }
 
   void begin_phase(double after) {
@@ -122,9 +98,8 @@ class Simulation {
   }
 
   void run_phase() {
-    while (!queue_.empty()) {
-      const Step step = queue_.top();
-      queue_.pop();
+    while (!events_.empty()) {
+      const Step step = events_.take_next();
       now_ = step.at;
       phase_end_ = std::max(phase_end_, now_);
       perform(step);
@@ -203,14 +178,8 @@ class Simulation {
     const bool is_token =
         transfer.purpose == Purpose::kPulledToken || transfer.purpose == Purpose::kPushedToken;
     Traffic& traffic = is_token ? outcome_.dispatch : outcome_.combine;
-    const size_t pair = static_cast<size_t>(transfer.from) * count_ + transfer.to;
-    traffic.bytes[pair] += transfer.bytes;
-    const auto bin = static_cast<size_t>((origin_ + done) / bin_s_);
-    const size_t pairs = static_cast<size_t>(count_) * count_;
-    if (traffic.binned.size() < (bin + 1) * pairs) {
-      traffic.binned.resize((bin + 1) * pairs);
-    }
-    traffic.binned[bin * pairs + pair] += static_cast<float>(transfer.bytes);
+    traffic.add(count_, transfer.from, transfer.to, transfer.bytes,
+                static_cast<size_t>((origin_ + done) / bin_s_));
   }
 
   // --- before and behind the kernel
@@ -500,12 +469,11 @@ class Simulation {
   const int32_t clusters_;
   Links links_;
   std::vector<Rank> ranks_;
-  std::priority_queue<Step> queue_;
+  Events events_;
   std::vector<Transfer> transfers_;
   std::vector<int32_t> free_;
   std::vector<std::pair<int32_t, double>> homes_;
   Outcome outcome_{};
-  uint64_t steps_ = 0;
   double origin_ = 0;  // of the phase
   double now_ = 0;     // in it
   double phase_end_ = 0;

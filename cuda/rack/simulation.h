@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "rack/rank_work.h"
+#include "rack/traffic.h"
 
 // The forward kernel on all ranks of a call at once, event by event: clusters claim the items of
 // their work lists and wait for what these read, warps pull tokens, output rows leave for their
@@ -34,11 +35,6 @@ struct Moves {
 };
 
 enum Waiting : int { kForTokens, kForHidden, kForRing, kForLink, kWaitings };
-
-struct Traffic {
-  std::vector<double> bytes;  // [ranks, ranks] from, to
-  std::vector<float> binned;  // [bins, ranks, ranks]
-};
 
 struct Outcome {
   double push_tokens_s;           // before the kernel, until they have been seen everywhere
