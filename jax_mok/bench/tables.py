@@ -9,16 +9,20 @@ from rich.console import Console
 _WIDTH_WITHOUT_TERMINAL = 140
 
 
+def open_console() -> Console:
+    """Where tables are printed, wide enough for them if it is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
 def open_report(measured: dict[str, Any], what: str) -> Console:
-    """Where tables are printed, wide enough for them if it is a file; says first what they are of.
+    """The console of `open_console`, which says first what the tables are of.
 
     Args:
       measured: a session's description, and what else it has.
       what: of which calls.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console = open_console()
     console.print(
         f"{measured['devices']} x {measured['kind']}, JAX {measured['jax']}, {what}; "
         f"median of {measured['rounds']} rounds ± half the interquartile range"
