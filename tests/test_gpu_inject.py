@@ -350,6 +350,18 @@ def test_flags_of_the_set_up_that_come_late_do_no_harm():
     assert np.asarray(results).tobytes() == want
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_one_lost_flag_of_the_set_up_leaves_both_ranks_agreed(which: int):
+    """That of an entry is replaced by that of the exit; without that of an exit one rank gives up
+    waiting, but the other has decided that both go on."""
+    require_gpus(2)
+    call, want = first_call(tokens=278 + 4 * which)
+    with injected("set_up_flag", rank=1, first=which) as lost:
+        results = jax.block_until_ready(call())
+    assert lost.happened == 1
+    assert np.asarray(results).tobytes() == want
+
+
 def test_without_flags_of_the_set_up_both_ranks_fail_and_can_try_again():
     require_gpus(2)
     call, want = first_call(tokens=274)

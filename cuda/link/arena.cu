@@ -65,7 +65,8 @@ __global__ void find_peers(ncclWindow_t window, int32_t ranks, char** bases) {
   }
 }
 
-// Where the ranks of a communicator agree about something outside a call: an arena of flags alone.
+// Where the ranks of a communicator agree about something outside a call: an arena of flags, and of
+// 8 bytes a rank as choices, of which only rank 0's first are used, for decisions.
 struct Lobby {
   std::string closed;  // why there is none
   Arena arena{};
@@ -88,6 +89,21 @@ __global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag f
     __threadfence_system();
     to->epoch = flag.epoch;
   }
+}
+
+uint64_t decision_at(uint64_t exit, bool all_go_on) { return exit << 1 | (all_go_on ? 1 : 0); }
+
+// Decides for all ranks unless one has decided at this exit before; returns what holds. One that is
+// further has decided against going on here: else it would wait for this rank in the registration.
+__global__ void decide(char** bases, ArenaLayout layout, uint64_t wanted, uint64_t* decision) {
+  using Word = unsigned long long;
+  Word* const word = reinterpret_cast<Word*>(bases[0] + layout.choices_offset());
+  Word held = atomicCAS_system(word, Word{0}, Word{wanted});
+  while (held >> 1 < wanted >> 1) {
+    const Word before = atomicCAS_system(word, held, Word{wanted});
+    held = before == held ? wanted : before;
+  }
+  *decision = held;
 }
 
 std::mutex mutex;
@@ -186,6 +202,7 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
 // Tried once, since the other ranks may have opened it. Returns what went wrong, or nothing.
 std::string open_lobby(ncclComm_t comm, int32_t ranks, cudaStream_t stream, Lobby* lobby) {
   lobby->arena.layout.ranks = ranks;
+  lobby->arena.layout.choices = 2;
   if (const ncclResult_t result = nccl()->comm_user_rank(comm, &lobby->arena.rank);
       result != ncclSuccess) {
     return describe(result);
@@ -215,6 +232,22 @@ cudaError_t look(const Lobby& lobby, cudaStream_t stream, std::vector<Flag>* fla
   return status == cudaSuccess ? cudaStreamSynchronize(stream) : status;
 }
 
+cudaError_t settle(const Lobby& lobby, uint64_t exit, cudaStream_t stream, bool* all_go_on) {
+  const Arena& arena = lobby.arena;
+  uint64_t* const decision = arena.missed;  // a lobby has no calls to use it
+  uint64_t held = 0;
+  decide<<<1, 1, 0, stream>>>(arena.bases, arena.layout, decision_at(exit, *all_go_on), decision);
+  cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) {
+    status = cudaMemcpyAsync(&held, decision, sizeof(held), cudaMemcpyDeviceToHost, stream);
+  }
+  if (status == cudaSuccess) {
+    status = cudaStreamSynchronize(stream);
+  }
+  *all_go_on = status == cudaSuccess && held == decision_at(exit, true);
+  return status;
+}
+
 uint64_t signature_of(const ArenaLayout& layout) {
   return hash_of({layout.ranks, layout.choices, layout.tokens, layout.width, layout.x_is_pushed,
                   layout.rows, layout.has_gradients, layout.dy_is_pushed});
@@ -239,7 +272,8 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t call, uint64_t entr
 
 // All ranks go on, or none, with an arena of one layout: returns this rank's problem, or that of
 // another, or nothing. Entry and exit, as in a call: a rank whose wait has expired at the entry
-// stops those at the exit that had passed just then.
+// stops those at the exit that had passed just then. Who has waited long enough at the exit may
+// give up while another sees the last rank come: the first of them to say so decides.
 //
 // The host polls. A collective of NCCL's to which a rank does not come could be ended only by
 // ending XLA's communicator, and a kernel that waits can keep a peer of the same process from
@@ -281,9 +315,24 @@ std::string agree(Lobby* lobby, const ArenaLayout& layout, uint64_t timeout_ns, 
       problem = status == cudaSuccess ? trouble(flags, own->call, entry, now) : describe(status);
     }
   }
+  const uint64_t exit = own->epoch;
   if (!problem.empty() && status == cudaSuccess) {
-    own->failed = own->epoch;
-    show_own(*lobby, stream);
+    own->failed = exit;
+    status = show_own(*lobby, stream);
+  }
+  bool all_go_on = problem.empty();
+  if (status == cudaSuccess) {
+    status = settle(*lobby, exit, stream, &all_go_on);
+  }
+  if (all_go_on) {
+    return "";
+  }
+  if (problem.empty() && status == cudaSuccess) {
+    status = look(*lobby, stream, &flags);
+    problem = trouble(flags, own->call, entry, exit);
+  }
+  if (problem.empty()) {
+    problem = status == cudaSuccess ? "another rank could not go on" : describe(status);
   }
   return problem;
 }
