@@ -12,6 +12,51 @@
 // order in which the rows of the plan first need them.
 namespace mok::sm90 {
 
+// 16-byte loads that a pulling thread has under way: 6 KB a warp, three quarters of a megabyte in
+// all. A round trip to a peer under a kernel's load takes longer than the link needs for less.
+constexpr int kPullsInFlight = 12;
+
+// Tokens that a warp copies together: most rounds are then full, and one fence serves them all.
+constexpr int kPulledTogether = 3;
+
+// A thread's place in rows that follow each other, each that of a lane.
+struct StreamPlace {
+  unsigned lanes;  // those whose rows are not behind it; the first one's is where it is
+  int vector;      // in that row
+
+  __device__ void settle(int vectors) {
+    while (lanes != 0 && vector >= vectors) {
+      vector -= vectors;
+      lanes &= lanes - 1;
+    }
+  }
+};
+
+// Copies rows of so many vectors, those from and to where some lanes point. All lanes call it.
+// Nobody may write what is read during the kernel.
+__device__ inline void copy_rows(unsigned lanes, const uint4* from, uint4* to, int vectors) {
+  StreamPlace place{lanes, static_cast<int>(threadIdx.x) % kWarp};
+  const auto visit = [&](StreamPlace at, auto base, const auto& take) {
+#pragma unroll
+    for (int i = 0; i < kPullsInFlight; ++i) {
+      at.settle(vectors);
+      const int row = at.lanes != 0 ? __ffs(at.lanes) - 1 : 0;
+      const auto begin = reinterpret_cast<decltype(base)>(
+          __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(base), row));
+      if (at.lanes != 0) {
+        take(i, begin + at.vector);
+      }
+      at.vector += kWarp;
+    }
+    return at;
+  };
+  for (int left = __popc(lanes) * vectors; left > 0; left -= kPullsInFlight * kWarp) {
+    uint4 values[kPullsInFlight];
+    visit(place, from, [&](int i, const uint4* source) { values[i] = load_once(source); });
+    place = visit(place, to, [&](int i, uint4* target) { *target = values[i]; });
+  }
+}
+
 // What is pulled: where rows begin in the peers' arenas and here, in bytes and elements, and
 // counters of the tiles' tokens that have come; null if nobody pulls.
 struct Pull {
@@ -37,23 +82,34 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
         own_token = token;
       }
     }
-    for (unsigned left = __ballot_sync(kAllLanes, own_token >= 0); left != 0; left &= left - 1) {
-      const int next = __ffs(left) - 1;
-      const int32_t token = __shfl_sync(kAllLanes, own_token, next);
-      const int32_t rank = token / params.tokens;
-      if (inject::warp_drops(Hook::kPullToken, rank)) {
+    const int32_t rank = own_token >= 0 ? own_token / params.tokens : -1;
+    const Bits16* from = nullptr;
+    Bits16* to = nullptr;
+    if (own_token >= 0) {
+      from = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset) +
+             int64_t{own_token - rank * params.tokens} * params.hidden;
+      to = pull.received + int64_t{own_token} * params.hidden;
+    }
+    for (unsigned left = __ballot_sync(kAllLanes, own_token >= 0); left != 0;) {
+      unsigned rest = left;
+      for (int i = 0; i < kPulledTogether; ++i) {
+        rest &= rest - 1;
+      }
+      const unsigned lanes = left ^ rest;
+      left = rest;
+      const bool is_copied = (lanes >> lane & 1) != 0;
+      if (inject::warp_drops(Hook::kPullToken, is_copied ? rank : -1)) {
         continue;
       }
       if (lane == 0) {
-        const int64_t its_row = first + next * share.stride;
-        record_begin(params, TimelineRole::kPull, static_cast<int32_t>(its_row / kTileRows), rank,
-                     0);
+        const int64_t first_row = first + (__ffs(lanes) - 1) * share.stride;
+        record_begin(params, TimelineRole::kPull, static_cast<int32_t>(first_row / kTileRows),
+                     __popc(lanes), 0);
       }
-      const auto* const rows = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset);
-      copy_row(rows + int64_t{token - rank * params.tokens} * params.hidden,
-               pull.received + int64_t{token} * params.hidden, params.hidden);
+      copy_rows(lanes, reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
+                params.hidden / 8);
       __syncwarp();
-      if (lane == next) {
+      if (is_copied) {
         add_release(pull.pulled + row / kTileRows, 1);
       }
       if (lane == 0) {
