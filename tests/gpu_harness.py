@@ -37,11 +37,16 @@ def mesh_of(ranks: int) -> Mesh:
     return Mesh(np.array(gpus()[:ranks]), ("ep",))
 
 
+@functools.cache
+def _filling(gpu: jax.Device) -> jax.stages.Wrapped:
+    here = jax.sharding.SingleDeviceSharding(gpu)
+    return jax.jit(lambda value: jnp.full(2**26, value), in_shardings=here, out_shardings=here)
+
+
 def poison_memory(value: np.generic) -> None:
     """What the next arrays are placed in holds the value."""
     for gpu in gpus():
-        here = jax.sharding.SingleDeviceSharding(gpu)
-        jax.jit(lambda: jnp.full(2**26, value), out_shardings=here)().block_until_ready()
+        _filling(gpu)(value).block_until_ready()
 
 
 def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen:
