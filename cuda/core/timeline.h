@@ -16,8 +16,8 @@ struct TimelineEntry {
   uint64_t begin;
   uint64_t middle;  // of products, when the last one was done and their results could leave
   uint64_t end;
-  int32_t tile;    // the first of the item's, or of the pulled token's row
-  int32_t column;  // column block of the item, or rank that the token was pulled from
+  int32_t tile;    // the first of the item's, or that of the first pulled token's row
+  int32_t column;  // column block of the item, or number of tokens that were pulled together
   int32_t flags;   // of the item
   int32_t sm;
 };

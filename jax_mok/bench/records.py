@@ -128,8 +128,8 @@ def trace(records_of_gpus: list[np.ndarray], backward: bool) -> dict[str, Any]:
             )
             tile, column = int(record["tile"]), int(record["column"])
             if role == PULL:
-                arguments = {"tile": tile, "from rank": column}
-                events.append(_event("token", begin, end, arguments, place))
+                arguments = {"tile": tile, "tokens": column}
+                events.append(_event("tokens", begin, end, arguments, place))
                 continue
             arguments = {"tile": tile, "column block": column}
             if role == SCHEDULE:
