@@ -1,11 +1,18 @@
 """The timeline's records: what is made of them. The kernel that writes them runs on GPUs only."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
+from rich.progress import Progress
 from test_bench import run
 
-from jax_mok.bench import records, timeline_plot
+from jax_mok.bench import records, timeline, timeline_plot
 from jax_mok.bench.records import MULTIPLY, PULL, RECORD, SCHEDULE
+from jax_mok.bench.session import open_session
 
 SMS, ITEMS = 4, 6
 
@@ -58,6 +65,9 @@ def test_a_trace_has_every_record_and_names_its_lanes():
     assert len(spans) == 2 * SMS * (3 * ITEMS + 1)
     assert {event["pid"] for event in spans} == {0, 1}
     assert min(event["ts"] for event in spans) == 0
+    assert [event["args"] for event in spans if event["name"] == "tokens"] == 2 * SMS * [
+        {"tile": 0, "tokens": 1}
+    ]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert "SM 3 multiplies" in names
     lanes = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -67,6 +77,24 @@ def test_a_trace_has_every_record_and_names_its_lanes():
 def test_a_picture_is_drawn(tmp_path):
     timeline_plot.draw(tmp_path / "t.png", records.spans(a_kernel(0), False), "title")
     assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_shares_are_printed_and_written(tmp_path, monkeypatch, capsys):
+    """As on a GPU, whose records are made up."""
+    monkeypatch.setattr(timeline, "record", lambda session: [a_kernel(10**15)])
+    arguments = ["timeline", "--platform=cpu", f"--json={tmp_path / 't.json'}", "--shapes=toy"]
+    with flagsaver.flagsaver():
+        flags.FLAGS(arguments)
+        session = open_session([""], Progress())
+        monkeypatch.setattr(
+            timeline, "open_session", lambda *_: dataclasses.replace(session, on_gpus=True)
+        )
+        timeline.main([""])
+    assert "│ gate and up   │" in capsys.readouterr().out
+    (shares,) = (
+        each["shares"] for each in json.loads((tmp_path / "t.json").read_text())["shapes"].values()
+    )
+    assert shares[records.IDLE] == pytest.approx(5 / 59)
 
 
 def test_without_gpus_it_says_so(tmp_path):

@@ -34,11 +34,15 @@ int64_t lanes_of(int32_t ordinal) {
 
 cudaError_t take_memory(int64_t lanes, Timeline* memory) {
   memory->capacity = kCapacity;
-  const cudaError_t error =
-      cudaMalloc(reinterpret_cast<void**>(&memory->counts), sizeof(uint32_t) * lanes);
-  return error != cudaSuccess ? error
-                              : cudaMalloc(reinterpret_cast<void**>(&memory->entries),
-                                           sizeof(TimelineEntry) * lanes * kCapacity);
+  cudaError_t error = cudaSuccess;
+  if (memory->counts == nullptr) {
+    error = cudaMalloc(reinterpret_cast<void**>(&memory->counts), sizeof(uint32_t) * lanes);
+  }
+  if (error == cudaSuccess) {
+    error = cudaMalloc(reinterpret_cast<void**>(&memory->entries),
+                       sizeof(TimelineEntry) * lanes * kCapacity);
+  }
+  return error;
 }
 
 }  // namespace
@@ -63,12 +67,14 @@ std::string start_timeline(int32_t ordinal) {
 }
 
 std::string take_timeline(int32_t ordinal, std::vector<TimelineRecord>* records) {
-  const std::lock_guard lock(mutex);
-  Kept& kept = all_kept()[ordinal];
-  if (!kept.is_on) {
+  const Timeline memory = timeline_of(ordinal);
+  if (memory.entries == nullptr) {
     return "no timeline of GPU " + std::to_string(ordinal) + " was started";
   }
-  kept.is_on = false;
+  {  // not while waiting for the GPU, whose kernel may wait for another one's call to be launched
+    const std::lock_guard lock(mutex);
+    all_kept()[ordinal].is_on = false;
+  }
   std::vector<uint32_t> counts(lanes_of(ordinal));
   std::vector<TimelineEntry> entries(kCapacity);
   const OnDevice on_device(ordinal);
@@ -79,9 +85,9 @@ std::string take_timeline(int32_t ordinal, std::vector<TimelineRecord>* records)
     }
   };
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
-  fetch(counts, kept.memory.counts, counts.size());
+  fetch(counts, memory.counts, counts.size());
   for (size_t lane = 0; lane < counts.size(); ++lane) {
-    fetch(entries, kept.memory.entries + lane * kCapacity, counts[lane]);
+    fetch(entries, memory.entries + lane * kCapacity, counts[lane]);
     for (size_t i = 0; i < counts[lane]; ++i) {
       records->push_back({entries[i], static_cast<int32_t>(lane / kTimelineRoles),
                           static_cast<TimelineRole>(lane % kTimelineRoles)});
@@ -92,8 +98,8 @@ std::string take_timeline(int32_t ordinal, std::vector<TimelineRecord>* records)
   }
   return std::ranges::find(counts, kCapacity) == counts.end()
              ? ""
-             : "a block made more than the " + std::to_string(kCapacity) +
-                   " entries that a timeline has room for: measure a smaller shape";
+             : "a block made the " + std::to_string(kCapacity) +
+                   " entries that a timeline has room for, or more: measure a smaller shape";
 }
 
 Timeline timeline_of(int32_t ordinal) {

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/agreement.h"
 #include "core/signature.h"
 #include "device/inject.cuh"
 #include "link/arena.h"
@@ -66,7 +67,7 @@ __global__ void find_peers(ncclWindow_t window, int32_t ranks, char** bases) {
 }
 
 // Where the ranks of a communicator agree about something outside a call: an arena of flags, and of
-// 8 bytes a rank as choices, of which only rank 0's first are used, for decisions.
+// rank 0's word for decisions, see core/agreement.h.
 struct Lobby {
   std::string closed;  // why there is none
   Arena arena{};
@@ -91,19 +92,19 @@ __global__ void show_flag(char** bases, int32_t rank, ArenaLayout layout, Flag f
   }
 }
 
-uint64_t decision_at(uint64_t exit, bool all_go_on) { return exit << 1 | (all_go_on ? 1 : 0); }
-
-// Decides for all ranks unless one has decided at this exit before; returns what holds. One that is
-// further has decided against going on here: else it would wait for this rank in the registration.
-__global__ void decide(char** bases, ArenaLayout layout, uint64_t wanted, uint64_t* decision) {
+// Decides for all ranks unless one has at this exit before; `word` becomes what holds. The lobby's
+// choices are rank 0's word. Atomic between GPUs that NVLink connects.
+__global__ void decide_for_all(char** bases, ArenaLayout layout, uint32_t exit, bool all_go_on,
+                               uint64_t* word) {
   using Word = unsigned long long;
-  Word* const word = reinterpret_cast<Word*>(bases[0] + layout.choices_offset());
-  Word held = atomicCAS_system(word, Word{0}, Word{wanted});
-  while (held >> 1 < wanted >> 1) {
-    const Word before = atomicCAS_system(word, held, Word{wanted});
+  Word* const shared = reinterpret_cast<Word*>(bases[0] + layout.choices_offset());
+  Word held = atomicCAS_system(shared, Word{0}, Word{decide(0, exit, all_go_on)});
+  while (decide(held, exit, all_go_on) != held) {
+    const Word wanted = decide(held, exit, all_go_on);
+    const Word before = atomicCAS_system(shared, held, wanted);
     held = before == held ? wanted : before;
   }
-  *decision = held;
+  *word = held;
 }
 
 std::mutex mutex;
@@ -202,7 +203,7 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
 // Tried once, since the other ranks may have opened it. Returns what went wrong, or nothing.
 std::string open_lobby(ncclComm_t comm, int32_t ranks, cudaStream_t stream, Lobby* lobby) {
   lobby->arena.layout.ranks = ranks;
-  lobby->arena.layout.choices = 2;
+  lobby->arena.layout.choices = sizeof(uint64_t) / sizeof(int32_t);  // the word
   if (const ncclResult_t result = nccl()->comm_user_rank(comm, &lobby->arena.rank);
       result != ncclSuccess) {
     return describe(result);
@@ -232,19 +233,19 @@ cudaError_t look(const Lobby& lobby, cudaStream_t stream, std::vector<Flag>* fla
   return status == cudaSuccess ? cudaStreamSynchronize(stream) : status;
 }
 
-cudaError_t settle(const Lobby& lobby, uint64_t exit, cudaStream_t stream, bool* all_go_on) {
+cudaError_t settle(const Lobby& lobby, uint32_t exit, cudaStream_t stream, bool* all_go_on) {
   const Arena& arena = lobby.arena;
-  uint64_t* const decision = arena.missed;  // a lobby has no calls to use it
+  uint64_t* const word = arena.missed;  // a lobby has no calls that use it
   uint64_t held = 0;
-  decide<<<1, 1, 0, stream>>>(arena.bases, arena.layout, decision_at(exit, *all_go_on), decision);
+  decide_for_all<<<1, 1, 0, stream>>>(arena.bases, arena.layout, exit, *all_go_on, word);
   cudaError_t status = cudaGetLastError();
   if (status == cudaSuccess) {
-    status = cudaMemcpyAsync(&held, decision, sizeof(held), cudaMemcpyDeviceToHost, stream);
+    status = cudaMemcpyAsync(&held, word, sizeof(held), cudaMemcpyDeviceToHost, stream);
   }
   if (status == cudaSuccess) {
     status = cudaStreamSynchronize(stream);
   }
-  *all_go_on = status == cudaSuccess && held == decision_at(exit, true);
+  *all_go_on = status == cudaSuccess && all_go_on_at(held, exit);
   return status;
 }
 
@@ -258,7 +259,9 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t call, uint64_t entr
   for (size_t rank = 0; rank < flags.size(); ++rank) {
     const std::string who = "rank " + std::to_string(rank);
     if (flags[rank].epoch < now) {
-      return who + " has not reached the set-up within MoEConfig.timeout_s and a second";
+      return who +
+             " has not reached the set-up within MoEConfig.timeout_s, which here is at least a "
+             "second";
     }
     if (is_other_call(flags[rank].call, call)) {
       return who + " sets up memory for calls of other sizes: all ranks have to run one program";
@@ -271,9 +274,8 @@ std::string trouble(const std::vector<Flag>& flags, uint64_t call, uint64_t entr
 }
 
 // All ranks go on, or none, with an arena of one layout: returns this rank's problem, or that of
-// another, or nothing. Entry and exit, as in a call: a rank whose wait has expired at the entry
-// stops those at the exit that had passed just then. Who has waited long enough at the exit may
-// give up while another sees the last rank come: the first of them to say so decides.
+// another, or nothing. As in a call, a rank whose wait has expired at the entry stops those at the
+// exit that had passed just then.
 //
 // The host polls. A collective of NCCL's to which a rank does not come could be ended only by
 // ending XLA's communicator, and a kernel that waits can keep a peer of the same process from
@@ -284,17 +286,15 @@ std::string agree(Lobby* lobby, const ArenaLayout& layout, uint64_t timeout_ns, 
   Flag* const own = &lobby->own;
   std::vector<Flag> flags;
   cudaError_t status = look(*lobby, stream, &flags);
-  // A rank that has left agreements out joins the others in theirs. Those with a problem wait too,
-  // so that nobody who is merely later takes them for further.
-  uint64_t entry = (own->epoch + 1) | 1;
-  for (const Flag& flag : flags) {
-    entry = std::max(entry, flag.epoch | 1);
-  }
+  // Those with a problem wait too, so that nobody who is merely later takes them for further.
+  const uint64_t entry = next_agreement(own->epoch, flags);
   own->call = call_at(signature_of(layout), entry);
   bool together = true;
   for (const uint64_t now : {entry, entry + 1}) {
     own->epoch = now;
-    own->failed = problem.empty() ? own->failed : now;
+    if (!problem.empty()) {
+      own->failed = now;
+    }
     if (status == cudaSuccess) {
       status = show_own(*lobby, stream);
     }
@@ -309,7 +309,8 @@ std::string agree(Lobby* lobby, const ArenaLayout& layout, uint64_t timeout_ns, 
     }
     together = status == cudaSuccess && std::ranges::all_of(flags, has_come);
     if (together) {
-      status = look(*lobby, stream, &flags);  // for a failure shown while others came
+      // A copy of flags is not atomic: in the last one a failure may be older than the epoch.
+      status = look(*lobby, stream, &flags);
     }
     if (problem.empty()) {
       problem = status == cudaSuccess ? trouble(flags, own->call, entry, now) : describe(status);
@@ -322,7 +323,7 @@ std::string agree(Lobby* lobby, const ArenaLayout& layout, uint64_t timeout_ns, 
   }
   bool all_go_on = problem.empty();
   if (status == cudaSuccess) {
-    status = settle(*lobby, exit, stream, &all_go_on);
+    status = settle(*lobby, static_cast<uint32_t>(exit), stream, &all_go_on);
   }
   if (all_go_on) {
     return "";

@@ -152,7 +152,7 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
                                uint64_t signature, uint64_t* missed, uint64_t timeout_ns,
                                const int32_t* kernel_failed, int32_t* failed, CallRecord* record) {
   __shared__ int32_t missing;    // the lowest peer that has not come or has failed
-  __shared__ int32_t elsewhere;  // and that has come to another call
+  __shared__ int32_t elsewhere;  // the lowest peer that has come to another call
   const Flag* const flags = flags_of(bases[rank], layout);
   const uint64_t last = flags[rank].epoch;
   const uint64_t now = next_epoch(meeting, last);
@@ -196,18 +196,18 @@ __global__ void barrier_kernel(char** bases, int32_t rank, ArenaLayout layout, M
     }
   }
   __syncthreads();
-  const bool is_other_call = elsewhere < layout.ranks;
-  if (missing == layout.ranks && !is_other_call) {
+  const bool calls_differ = elsewhere < layout.ranks;
+  if (missing == layout.ranks && !calls_differ) {
     return;
   }
   show(bases, rank, layout, &Flag::failed, now);
   if (threadIdx.x == 0) {
     *failed = 1;
     record->rank = rank;
-    record->peer = is_other_call ? elsewhere : missing;
+    record->peer = calls_differ ? elsewhere : missing;
     record->expected = now;
     record->seen = look(&flags[record->peer].epoch);
-    record->is_other_call = is_other_call;
+    record->is_other_call = calls_differ;
     __threadfence_system();
     atomicAdd_system(&record->link_timeouts, 1u);
   }

@@ -13,15 +13,15 @@
 // bound; it is one block, so it cannot keep a collective of another library from its SMs.
 namespace mok {
 
-// Pushes this rank's routes to all ranks, and shows them its tokens; or,
-// if that is the layout's direction, pushes each token to the peers whose experts it has chosen,
-// once to each. `x` may be null if the layout has no width.
+// Pushes this rank's routes to all ranks, and shows them its tokens; or, if that is the layout's
+// direction, pushes each token to the peers whose experts it has chosen, once to each. `x` may be
+// null if the layout has no width.
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                     const int32_t* ids, const void* x, cudaStream_t stream);
 
-// Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows
-// them its tokens and the output's gradient, or pushes them; for a layout of a backward call.
-// `slot_rank` is that of the plan.
+// Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
+// the output's gradient, or pushes them; for a layout of a backward call. `slot_rank` is that of
+// the plan.
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                               const float* weights, const int32_t* slot_rank, const void* x,
                               const void* dy, cudaStream_t stream);

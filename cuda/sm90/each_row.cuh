@@ -4,9 +4,10 @@
 
 #include "core/plan.h"
 #include "device/warp.cuh"
+#include "sm90/ptx.cuh"
 #include "sm90/tile.h"
 
-// How the kernels that move the rows of a wave share them out.
+// How the kernels that move the rows of a wave share them out, and how a warp copies one.
 namespace mok::sm90 {
 
 constexpr int kMoveThreads = 256;
@@ -23,6 +24,31 @@ __device__ void for_each_row(const int32_t* row_source, int32_t first_tile, int3
     const int32_t slot = row_source[row];
     if (slot != kPadding) {
       move(static_cast<int32_t>(row), slot);
+    }
+  }
+}
+
+// 16-byte loads that a copying thread has under way.
+constexpr int kLoadsInFlight = 8;
+
+// All lanes call it. Nobody may write `from` during the kernel.
+__device__ inline void copy_row(const void* from, void* to, int32_t width) {
+  const int vectors = width / 8;
+  const auto* const source = static_cast<const uint4*>(from);
+  auto* const destination = static_cast<uint4*>(to);
+  for (int begin = threadIdx.x % kWarp; begin < vectors; begin += kLoadsInFlight * kWarp) {
+    uint4 values[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      if (begin + i * kWarp < vectors) {
+        values[i] = load_once(source + begin + i * kWarp);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      if (begin + i * kWarp < vectors) {
+        destination[begin + i * kWarp] = values[i];
+      }
     }
   }
 }

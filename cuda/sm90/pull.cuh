@@ -2,11 +2,11 @@
 
 #include "device/inject.cuh"
 #include "device/warp.cuh"
-#include "sm90/pipeline.cuh"
+#include "sm90/forward.h"
 #include "sm90/ptx.cuh"
 #include "sm90/pull_share.h"
 #include "sm90/record.cuh"
-#include "sm90/rows.cuh"
+#include "sm90/tile.h"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
 // order in which the rows of the plan first need them.
@@ -19,10 +19,10 @@ constexpr int kPullsInFlight = 12;
 // Tokens that a warp copies together: most rounds are then full, and one fence serves them all.
 constexpr int kPulledTogether = 3;
 
-// A thread's place in rows that follow each other, each that of a lane.
+// Where a thread is in the rows of some lanes, one after the other as one stream.
 struct StreamPlace {
-  unsigned lanes;  // those whose rows are not behind it; the first one's is where it is
-  int vector;      // in that row
+  unsigned lanes;  // whose rows it has not passed; it is in the first one's
+  int vector;      // its 16 bytes of that row
 
   __device__ void settle(int vectors) {
     while (lanes != 0 && vector >= vectors) {
@@ -75,22 +75,20 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
   const int64_t rows = int64_t{*params.tile_count} * kTileRows;
   for (int64_t first = share.first; first < rows; first += share.stride * kWarp) {
     const int64_t row = first + lane * share.stride;
-    int32_t own_token = -1;
-    if (row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0) {
-      const int32_t token = params.row_source[row] / params.top_k;
-      if (share.has(token / params.tokens, params.rank, params.ranks)) {
-        own_token = token;
-      }
-    }
-    const int32_t rank = own_token >= 0 ? own_token / params.tokens : -1;
+    int32_t rank = -1;
     const Bits16* from = nullptr;
     Bits16* to = nullptr;
-    if (own_token >= 0) {
-      from = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset) +
-             int64_t{own_token - rank * params.tokens} * params.hidden;
-      to = pull.received + int64_t{own_token} * params.hidden;
+    if (row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0) {
+      const int32_t token = params.row_source[row] / params.top_k;
+      const int32_t its_rank = token / params.tokens;
+      if (share.has(its_rank, params.rank, params.ranks)) {
+        rank = its_rank;
+        from = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset) +
+               int64_t{token - rank * params.tokens} * params.hidden;
+        to = pull.received + int64_t{token} * params.hidden;
+      }
     }
-    for (unsigned left = __ballot_sync(kAllLanes, own_token >= 0); left != 0;) {
+    for (unsigned left = __ballot_sync(kAllLanes, rank >= 0); left != 0;) {
       unsigned rest = left;
       for (int i = 0; i < kPulledTogether; ++i) {
         rest &= rest - 1;

@@ -2,11 +2,9 @@
 
 #include <cstdint>
 
-#include "device/warp.cuh"
 #include "sm90/forward.h"
-#include "sm90/ptx.cuh"
 
-// Where rows lie, and how a warp copies one.
+// Where rows lie.
 namespace mok::sm90 {
 
 __device__ inline Bits16* place_in(const RowRing& ring, int32_t row, int32_t width) {
@@ -40,32 +38,6 @@ __device__ Bits16* home_of(const Params& params, int32_t slot) {
                             ? params.own_slots
                             : reinterpret_cast<Bits16*>(params.bases[rank] + params.slots_offset);
   return slots + choice * params.hidden;
-}
-
-// 16-byte loads that a thread has under way: 4 KB a warp, half a megabyte in all that pull, is what
-// one round trip to a peer takes at the speed of the link.
-constexpr int kLoadsInFlight = 8;
-
-// All lanes call it. Nobody may write `from` during the kernel.
-__device__ inline void copy_row(const void* from, void* to, int32_t width) {
-  const int vectors = width / 8;
-  const auto* const source = static_cast<const uint4*>(from);
-  auto* const destination = static_cast<uint4*>(to);
-  for (int begin = threadIdx.x % kWarp; begin < vectors; begin += kLoadsInFlight * kWarp) {
-    uint4 values[kLoadsInFlight];
-#pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      if (begin + i * kWarp < vectors) {
-        values[i] = load_once(source + begin + i * kWarp);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kLoadsInFlight; ++i) {
-      if (begin + i * kWarp < vectors) {
-        destination[begin + i * kWarp] = values[i];
-      }
-    }
-  }
 }
 
 }  // namespace mok::sm90

@@ -243,6 +243,11 @@ def measure_shapes(
     for name, shape in session.shapes.items():
         measured["shapes"][name] = measure(name, shape)
         session.progress.console.print(summary(name, measured["shapes"][name]))
-        if _JSON.value:
-            with open(_JSON.value, "w") as file:
-                json.dump(measured, file, indent=1)
+        write_json(measured)
+
+
+def write_json(measured: dict[str, Any]) -> None:
+    """Writes all that has been measured to --json, if that is given."""
+    if _JSON.value:
+        with open(_JSON.value, "w") as file:
+            json.dump(measured, file, indent=1)

@@ -21,7 +21,8 @@ from rich.table import Table
 
 import jax_mok.bench.session
 from jax_mok.bench import chains, kernels, records
-from jax_mok.bench.session import Session, expect_writable, open_session
+from jax_mok.bench.session import Session, expect_writable, open_session, write_json
+from jax_mok.bench.tables import open_console
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
@@ -53,7 +54,11 @@ def main(argv: Sequence[str]) -> None:
         taken = record(session)
     check()
     states = records.spans(taken[0], session.backward)
-    _report(session, records.shares(states))
+    shares = records.shares(states)
+    _report(session, shares)
+    described = session.description()
+    of_one_call = {key: described[key] for key in ("devices", "kind", "jax", "routes", "backward")}
+    write_json(of_one_call | {"shapes": {name: {"shares": shares} for name in session.shapes}})
     if _TRACE.value:
         Path(_TRACE.value).write_text(json.dumps(records.trace(taken, session.backward)))
     if _PLOT.value:
@@ -86,9 +91,11 @@ def _title(session: Session) -> str:
 
 
 def _report(session: Session, shares: dict[str, float]) -> None:
-    table = Table(title=_title(session), caption="of the kernel's time, mean over the SMs")
+    console = open_console()
+    console.print(_title(session))
+    table = Table()
     table.add_column("an SM's")
-    table.add_column("share", justify="right")
+    table.add_column("share of the kernel's time, mean over the SMs", justify="right")
     for state, share in shares.items():
         table.add_row(state, f"{share:.1%}")
-    Console().print(table)
+    console.print(table)
