@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand."""
+"""The Python examples of the README and the documents run as they stand."""
 
 import os
 import pathlib
@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_examples_run_one_after_the_other(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    """The README's first, which those of the documents go on from."""
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(texts), flags=re.DOTALL)
     assert len(blocks) >= 2
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
