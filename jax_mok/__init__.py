@@ -16,6 +16,7 @@ if importlib.util.find_spec("jax_mok._native") is None:
     )
 
 from jax_mok import ffi as _ffi  # noqa: E402
+from jax_mok.choices import ChoiceCounts  # noqa: E402
 from jax_mok.config import MoEConfig  # noqa: E402
 from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError  # noqa: E402
 from jax_mok.faults import check  # noqa: E402
@@ -29,6 +30,7 @@ from jax_mok.reference import reference_moe  # noqa: E402
 _ffi.register()
 
 __all__ = [
+    "ChoiceCounts",
     "Memory",
     "MoEConfig",
     "MoEError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mok import fused, gpu, layer, precision
 from jax_mok.call import Call, say_once
+from jax_mok.choices import ChoiceCounts, count_choices
 from jax_mok.config import MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
 from jax_mok.faults import check
@@ -45,6 +46,7 @@ remat_policy = jax.checkpoint_policies.save_only_these_names(
 scores cannot route differently), the plan and the saved pre-activations of each layer."""
 
 
+@overload
 def moe_ffn(
     x: jax.Array,
     expert_ids: jax.Array,
@@ -55,7 +57,37 @@ def moe_ffn(
     *,
     axis_name: str,
     config: MoEConfig | None = None,
-) -> jax.Array:
+    counts: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def moe_ffn(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
+    *,
+    axis_name: str,
+    config: MoEConfig | None = None,
+    counts: Literal[True],
+) -> tuple[jax.Array, ChoiceCounts]: ...
+
+
+def moe_ffn(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
+    *,
+    axis_name: str,
+    config: MoEConfig | None = None,
+    counts: bool = False,
+) -> jax.Array | tuple[jax.Array, ChoiceCounts]:
     """Mixture-of-Experts feed-forward layer with experts partitioned over a mesh axis.
 
     y[t] = Σ_k w[t, k] · down(silu(x[t]·W_gate) ⊙ (x[t]·W_up)) with the matrices of expert
@@ -78,9 +110,10 @@ def moe_ffn(
       w_down: [experts/n, I, H].
       axis_name: mesh axis over which experts are partitioned, in blocks.
       config: options.
+      counts: whether to return a `ChoiceCounts` of this device's choices too.
 
     Returns:
-      y: [T, H] in x's dtype.
+      y: [T, H] in x's dtype; with `counts` a pair of y and them.
 
     Raises:
       MoEInputError: outside `shard_map`, or for operands that do not fit each other or the mesh.
@@ -105,12 +138,43 @@ def moe_ffn(
         operand_axes=tuple(map(varying_axes, operands)),
         axes=frozenset({axis_name}).union(*map(varying_axes, (*operands, expert_ids))),
     )
-    if tokens == 0:
-        return vary(x, call.axes)
     expert_ids = checkpoint_name(expert_ids, _ROUTES_NAME)
     expert_weights = checkpoint_name(expert_weights, _ROUTES_NAME)
     weights = Weights(*map(precision.constants, weights))
-    return _moe(call, x, expert_weights, weights, expert_ids)
+    y = _moe(call, x, expert_weights, weights, expert_ids) if tokens else vary(x, call.axes)
+    return (y, count_choices(expert_ids, num_experts)) if counts else y
+
+
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    config: MoEConfig | None = None,
+    counts: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: Weight,
+    w_up: Weight,
+    w_down: Weight,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    config: MoEConfig | None = None,
+    counts: Literal[True],
+) -> tuple[jax.Array, ChoiceCounts]: ...
 
 
 def moe(
@@ -124,7 +188,8 @@ def moe(
     mesh: Mesh | AbstractMesh,
     axis_name: str,
     config: MoEConfig | None = None,
-) -> jax.Array:
+    counts: bool = False,
+) -> jax.Array | tuple[jax.Array, ChoiceCounts]:
     """`moe_ffn` on global arrays: tokens are sharded over all mesh axes, experts over one.
 
     Args:
@@ -138,9 +203,10 @@ def moe(
       axis_name: mesh axis over which experts are partitioned; each position along the other axes
         is a group of ranks of its own, with the same weights.
       config: options.
+      counts: whether to return a `ChoiceCounts` of all choices too.
 
     Returns:
-      y: [T, H], sharded as the tokens.
+      y: [T, H], sharded as the tokens; with `counts` a pair of y and them.
 
     Raises:
       MoEInputError: as `moe_ffn`, for an axis that the mesh lacks, or tokens it cannot share out.
@@ -191,7 +257,8 @@ def moe(
             for operand, spec in zip(operands, specs, strict=True)
         )
     body = functools.partial(moe_ffn, axis_name=axis_name, config=config)
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=tokens)(*operands)
+    y = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=tokens)(*operands)
+    return (y, count_choices(expert_ids, w_gate.shape[0])) if counts else y
 
 
 def _ranks_share_a_process(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
