@@ -1,6 +1,11 @@
 """Runs one step of the layer, forward and backward, on global arrays over the first n devices."""
 
+import ctypes
 import functools
+import gc
+import os
+import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -119,3 +124,13 @@ def assert_same_bits(actual: Outputs, expected: Outputs) -> None:
         assert (got.shape, got.dtype) == (array.shape, array.dtype), name
         same = got.tobytes() == array.tobytes()
         assert same, f"{name}: {np.count_nonzero(got != array)} of {array.size} values differ"
+
+
+def memory_of_this_process() -> int:
+    """Resident bytes, without what Python and malloc keep for later."""
+    gc.collect()
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")

@@ -1,4 +1,4 @@
-"""Ten thousand calls in one process: right to the end, and nothing is left behind.
+"""Calls of all sizes and on many meshes in one process: right, and nothing is left behind.
 
 Run with `pytest -m gpu`.
 """
@@ -8,15 +8,24 @@ import gc
 import itertools
 import random
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_harness import MoEConfig, expect_success, gpus, mesh_of, rank_counts, start
+from gpu_harness import (
+    MoEConfig,
+    expect_success,
+    gpus,
+    mesh_of,
+    rank_counts,
+    require_gpus,
+    start,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs
-from test_gpu import draw
+from test_gpu import draw, on_gpus, run
 
 import jax_mok
 
@@ -25,6 +34,9 @@ pytestmark = pytest.mark.gpu
 CALLS = 10_000
 ROUTES = 4  # of each program
 KINDS = ("zipf", "uniform", "one_expert", "all_masked")
+POOL_BLOCK = 2**25  # XLA's pool may take one more
+# Host memory that JAX and the driver may keep of thousands of calls.
+MOST_HOST_GROWTH = 2**26
 
 
 def two_layers(mesh: Mesh, config: jax_mok.MoEConfig):
@@ -94,6 +106,12 @@ def memory_in_use() -> list[tuple[int, int]]:
     return used
 
 
+def assert_nothing_was_added(before: list[tuple[int, int]]) -> None:
+    for (taken, held), (taken_before, held_before) in zip(memory_in_use(), before, strict=True):
+        assert held <= held_before
+        assert taken <= taken_before + POOL_BLOCK
+
+
 def make_calls(count: int) -> None:
     """So many, of all kinds in turns: right to the end, and nothing is left behind."""
     calls = programs()
@@ -109,12 +127,11 @@ def make_calls(count: int) -> None:
         jax.block_until_ready(results)
 
     make(5 * len(calls))  # until XLA replays graphs, and its pool is as large as it has to be
-    before = memory_in_use()
+    before, host_before = memory_in_use(), harness.memory_of_this_process()
     make(count // 2)  # of two layers each
     jax_mok.check()
-    for (taken, held), (taken_before, held_before) in zip(memory_in_use(), before, strict=True):
-        assert held <= held_before
-        assert taken <= taken_before + 2**25  # XLA's pool may take one more block
+    assert_nothing_was_added(before)
+    assert harness.memory_of_this_process() <= host_before + MOST_HOST_GROWTH
     assert [bits(call()) for call in calls] == want
 
 
@@ -133,3 +150,51 @@ def test_ten_thousand_calls_are_right_and_leave_nothing_behind():
 def test_calls_of_a_process_with_other_ways_of_running_them(variables):
     code = "import test_gpu_stress; test_gpu_stress.make_calls(1000)"
     expect_success(start(code, XLA_PYTHON_CLIENT_PREALLOCATE="false", **variables))
+
+
+def run_on_a_new_mesh(inputs: Inputs, turn: int) -> bytes:
+    """The two GPUs in either order, by a program that nobody keeps."""
+    mesh = Mesh(np.array(gpus()[:2])[:: (-1) ** turn], ("ep",))
+    config = MoEConfig()
+    layer = jax.jit(
+        lambda *operands: jax_mok.moe(*operands, mesh=mesh, axis_name="ep", config=config)
+    )
+    return np.asarray(layer(*on_gpus(inputs, mesh))).tobytes()
+
+
+def test_many_meshes_made_and_dropped_leave_nothing_behind():
+    require_gpus(2)
+    inputs = draw("zipf")
+    want = run(inputs, 1).tobytes()
+    for turn in range(4):
+        assert run_on_a_new_mesh(inputs, turn) == want
+    before = memory_in_use()
+    for turn in range(10):
+        assert run_on_a_new_mesh(inputs, turn) == want
+    assert_nothing_was_added(before)
+    jax_mok.check()
+
+
+def test_a_larger_shape_takes_its_memory_once_and_the_smaller_ones_stay_right():
+    """What ranks show each other is of one size of calls, and is kept."""
+    require_gpus(2)
+    small, large = draw("zipf", tokens=142), draw("zipf", tokens=200_006)
+    want = {id(inputs): run(inputs, 1).tobytes() for inputs in (small, large)}
+
+    def turn() -> None:
+        for inputs in (small, large, small):
+            assert run(inputs, 2).tobytes() == want[id(inputs)]
+
+    assert run(small, 2).tobytes() == want[id(small)]
+    before = memory_in_use()
+    turn()
+    sizes = dict(ranks=2, tokens=100_003, top_k=2, experts=8, hidden=128, inner=192)
+    arena_bytes = jax_mok.memory(MoEConfig(), **sizes).arena_bytes
+    assert arena_bytes > 2**25
+    after = memory_in_use()
+    for (taken, _), (taken_before, _) in zip(after[:2], before[:2], strict=True):
+        assert taken >= taken_before + arena_bytes
+    for _ in range(5):
+        turn()
+    assert_nothing_was_added(after)
+    jax_mok.check()

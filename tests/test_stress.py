@@ -1,10 +1,5 @@
 """Hundreds of calls of all kinds in one process: every answer is right, memory does not grow."""
 
-import ctypes
-import gc
-import os
-import pathlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import harness
@@ -97,16 +92,6 @@ def run_on_a_new_mesh(rng: np.random.Generator, case: Case) -> None:
     np.testing.assert_array_equal(y[: len(inputs.x)], case.results[0].y)
 
 
-def memory_of_this_process() -> int:
-    """Resident bytes, without what Python and malloc keep for later."""
-    gc.collect()
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
-
-
 def test_hundreds_of_calls_leave_nothing_behind() -> None:
     rng = np.random.default_rng(17)
     programs = [
@@ -120,7 +105,7 @@ def test_hundreds_of_calls_leave_nothing_behind() -> None:
     memory = []
     for turn in range(ROUNDS):
         if turn == ROUNDS // 2:
-            memory.append(memory_of_this_process())
+            memory.append(harness.memory_of_this_process())
         # Both are under way before either is waited for.
         pair = rng.choice(len(programs), 2)
         drawn = [cases[number][rng.integers(4)] for number in pair]
@@ -132,7 +117,7 @@ def test_hundreds_of_calls_leave_nothing_behind() -> None:
         take_record(*(inputs for case in drawn for inputs in case.layers))
         if turn % (ROUNDS // MESHES) == 0:
             run_on_a_new_mesh(rng, drawn[0])
-    memory.append(memory_of_this_process())
+    memory.append(harness.memory_of_this_process())
 
     print([m / 2**20 for m in memory])
     assert memory[1] - memory[0] < MOST_GROWTH
