@@ -162,6 +162,17 @@ assert np.isfinite(run(draw())).all()
 jax_mok.check()
 """
 
+LATE = """
+import time
+step = test_gpu.forward(2, gpu_harness.MoEConfig(timeout_s=2.0))
+operands = draw()
+time.sleep(5 * process)
+for _ in range(3):
+    y = step(*operands).addressable_data(0)
+    assert np.isfinite(np.asarray(y).astype(np.float32)).all()
+jax_mok.check()
+"""
+
 # Else XLA's processes tune one program together.
 APART = "--xla_gpu_shard_autotuning=false"
 
@@ -175,3 +186,9 @@ def test_calls_that_differ_in_what_memory_does_not_show_are_told_apart():
 def test_first_calls_of_different_sizes_are_told_apart():
     require_gpus(2)
     run_in_two_processes(ALONE + FIRST, within_s=120, XLA_FLAGS=APART)
+
+
+def test_a_process_late_to_the_first_call_is_waited_for():
+    """By XLA, which connects the GPUs then, and for longer than the call's time-out."""
+    require_gpus(2)
+    run_in_two_processes(ALONE + LATE, within_s=120, XLA_FLAGS=APART)
