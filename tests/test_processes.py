@@ -230,6 +230,41 @@ def test_a_new_process_runs_the_exported_program(start, inputs_file, tmp_path):
     harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
 
 
+FORK = """
+import os
+import jax_mok
+
+def save(path):
+    mesh = harness.mesh_of(4)
+    outputs = harness.layer_step(mesh, harness.DEFAULTS)(harness.shard(inputs, mesh))
+    np.savez(path, **{k: np.asarray(v) for k, v in outputs._asdict().items()})
+
+def fork(act):
+    child = os.fork()
+    if child == 0:
+        act()
+        os._exit(0)
+    return child
+
+early = fork(lambda: save(sys.argv[2]))  # before there are devices, and threads
+save(sys.argv[3])
+late = fork(lambda: None)
+save(sys.argv[4])
+for child in (early, late):
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_may_fork_before_it_has_devices_and_goes_on_if_it_forks_later(
+    start, inputs_file, tmp_path
+):
+    results = [tmp_path / f"{who}.npz" for who in ("child", "parent", "parent_later")]
+    finish(start(FORK, inputs_file, *results))
+    expected = harness.run_layer(make_inputs(), 1)
+    for result in results:
+        harness.assert_same_bits(load_outputs(result), expected)
+
+
 def test_the_benchmark_prints_and_writes_its_ratios(tmp_path):
     figures = tmp_path / "figures.json"
     sizes = ["--tokens=64", "--hidden=32", "--inner=32", "--rounds=2", "--ranks=4"]
