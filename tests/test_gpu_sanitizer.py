@@ -12,7 +12,7 @@ pytestmark = [
 
 # Both compositions and passes, on one GPU: ranks that wait for each other are too slow for a tool.
 CALLS = """
-import gpu_harness, jax, numpy as np, test_gpu
+import gpu_harness, jax, jax.numpy as jnp, test_gpu
 import jax_mok
 
 inputs = test_gpu.draw("zipf", tokens=130, hidden=64, inner=64, experts=4)
@@ -29,21 +29,25 @@ for composition in ("auto", "composed"):
         y, pull_back = jax.vjp(layer, x, *rest)
         return y, *pull_back(dy)
 
+    # Looked at on the GPU: initcheck does not see tensor stores, and so takes a copy to the host for
+    # one of memory that nobody has written.
     for result in step(x, rest, inputs.dy):
-        assert np.isfinite(np.asarray(result).astype(np.float32)).all()
+        assert jnp.isfinite(result).all()
 jax_mok.check()
 """
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_nothing_is_found_in_small_calls(tool: str):
+def test_nothing_is_found_in_small_calls():
     require_gpus(1)
     # Of this package's kernels alone, launched one by one, in memory of each array's own.
-    options = ["--tool", tool, "--kernel-regex", "kns=mok", "--error-exitcode", "9"]
-    process = start(
-        CALLS,
-        command=["compute-sanitizer", *options],
-        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
-        XLA_FLAGS="--xla_gpu_enable_command_buffer=",
-    )
-    expect_success(process, within_s=300)
+    options = ["--kernel-regex", "kns=mok", "--error-exitcode", "9"]
+    tools = [
+        start(
+            CALLS,
+            command=["compute-sanitizer", "--tool", tool, *options],
+            XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+            XLA_FLAGS="--xla_gpu_enable_command_buffer=",
+        )
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+    ]
+    expect_success(*tools, within_s=300)
