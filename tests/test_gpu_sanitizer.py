@@ -29,8 +29,8 @@ for composition in ("auto", "composed"):
         y, pull_back = jax.vjp(layer, x, *rest)
         return y, *pull_back(dy)
 
-    # Looked at on the GPU: initcheck does not see tensor stores, and so takes a copy to the host for
-    # one of memory that nobody has written.
+    # Looked at on the GPU: initcheck does not see tensor stores, and so takes a copy of what they
+    # wrote for one of memory that nobody has written.
     for result in step(x, rest, inputs.dy):
         assert jnp.isfinite(result).all()
 jax_mok.check()
