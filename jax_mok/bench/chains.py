@@ -1,15 +1,15 @@
-"""Programs that chain calls, each of which waits for the one before it on its own device.
+"""Chained calls, each of which waits for the one before it on its own device.
 
-The time of a call is a difference between programs that chain more and fewer of them, so what
-starting a program costs on the host drops out.
+The time of a call is a difference between chains of more and of fewer of them, so what starting the
+first costs on the host drops out. Most chains are one program; those of a `Queue` run a program
+once a call, for layers that take XLA or Pallas seconds to compile every time they occur.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from jax_mok.config import MoEConfig
 from jax_mok.moe import moe_ffn
 
 AXIS = "ep"
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""XLA's options for products by cuBLAS, the yardstick: not by its own generated kernels."""
 _TURNS = 8  # routes of their own for so many calls: repeated ones would keep weights in cache
 
 
@@ -38,40 +40,6 @@ class Chain(NamedTuple):
 
     run: Callable[[int], Any]
     guess_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """A chain's `run` whose programs can be compiled before they run, several at a time.
-
-    Attributes:
-      function: jitted; takes the operands, and as static arguments the options and the number of
-        calls.
-      operands: arrays.
-      options: hashable.
-    """
-
-    function: jax.stages.Wrapped
-    operands: tuple[Any, ...]
-    options: tuple[Any, ...]
-    _compiled: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
-
-    def compile(self, calls: int) -> jax.stages.Compiled:
-        """The program of so many calls."""
-        if calls not in self._compiled:
-            lowered = self.function.lower(*self.operands, *self.options, calls)
-            self._compiled[calls] = lowered.compile()
-        return self._compiled[calls]
-
-    def __call__(self, calls: int) -> Any:
-        """Runs it."""
-        return self.compile(calls)(*self.operands)
-
-
-def compile_side_by_side(jobs: Iterable[tuple[Programs, int]]) -> None:
-    """The programs of so many calls, each on a thread; errors come when they are needed."""
-    with ThreadPoolExecutor() as pool:
-        wait([pool.submit(programs.compile, calls) for programs, calls in jobs])
 
 
 class Operands(NamedTuple):
@@ -99,42 +67,63 @@ def make_operands(
 ) -> Operands:
     """Random operands of unit variance after each product, and routes as `draw_routes` says."""
     n, experts = mesh.size, shape.experts_of(mesh.size)
-
-    @functools.partial(
-        jax.jit, static_argnums=(0, 1, 2), out_shardings=NamedSharding(mesh, P(AXIS))
-    )
-    def normal(seed: int, sizes: tuple[int, ...], fan_in: int) -> jax.Array:
-        return jax.random.normal(jax.random.key(seed), sizes, jnp.bfloat16) / fan_in**0.5
+    tokens = n * shape.tokens
 
     def place(array: np.ndarray, spec: P) -> jax.Array:
         return jax.device_put(array, NamedSharding(mesh, spec))
 
-    generator = np.random.default_rng(0)
-    tokens = n * shape.tokens
-    ids = np.stack(
-        [
-            draw_routes(routes, generator, tokens, experts, shape.top_k, exponent=exponent)
-            for _ in range(_TURNS)
-        ]
+    ids = draw_turns(shape, routes, n, exponent=exponent)
+    matrices = (experts, shape.hidden, shape.inner)
+    x, gate, up, down, left, right = _draw(
+        mesh,
+        (
+            ((tokens, shape.hidden), 1),
+            (matrices, shape.hidden),
+            (matrices, shape.hidden),
+            ((experts, shape.inner, shape.hidden), shape.inner),
+            ((n, width, width), 1),
+            ((n, width, width), width),
+        ),
     )
     return Operands(
-        x=normal(0, (tokens, shape.hidden), 1),
+        x=x,
         ids=place(ids, P(None, AXIS)),
         router_weights=place(np.ones((tokens, shape.top_k), np.float32), P(AXIS)),
-        gate=normal(1, (experts, shape.hidden, shape.inner), shape.hidden),
-        up=normal(2, (experts, shape.hidden, shape.inner), shape.hidden),
-        down=normal(3, (experts, shape.inner, shape.hidden), shape.inner),
-        left=normal(4, (n, width, width), 1),
-        right=normal(5, (n, width, width), width),
+        gate=gate,
+        up=up,
+        down=down,
+        left=left,
+        right=right,
     )
 
 
-# cuBLAS is the yardstick, not XLA's own generated products.
-@functools.partial(
-    jax.jit,
-    static_argnums=(1, 2, 3),
-    compiler_options={"xla_gpu_enable_triton_gemm": False},
-)
+def draw_turns(
+    shape: Shape, routes: str, gpus: int, *, exponent: float = ZIPF_EXPONENT
+) -> np.ndarray:
+    """int32 [turns, n·T, K]: the routes of the calls, by turns."""
+    generator = np.random.default_rng(0)
+    tokens, experts = gpus * shape.tokens, shape.experts_of(gpus)
+    turns = [
+        draw_routes(routes, generator, tokens, experts, shape.top_k, exponent=exponent)
+        for _ in range(_TURNS)
+    ]
+    return np.stack(turns)
+
+
+def _draw(mesh: Mesh, arrays: tuple[tuple[tuple[int, ...], int], ...]) -> list[jax.Array]:
+    """Random arrays of these sizes and fans-in, by one program."""
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
+    def draw() -> list[jax.Array]:
+        return [
+            jax.random.normal(jax.random.key(seed), sizes, jnp.bfloat16) / fan_in**0.5
+            for seed, (sizes, fan_in) in enumerate(arrays)
+        ]
+
+    return draw()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), compiler_options=CUBLAS)
 def run_in_order(
     operands: Operands, mesh: Mesh, config: MoEConfig, order: tuple[str, ...]
 ) -> list[jax.Array]:
@@ -209,17 +198,8 @@ def run_layer(
     """
 
     def body(operands: Operands) -> tuple[jax.Array, ...]:
-        x, all_ids, router_weights, *experts, _, _ = operands
-
         def call(turn: jax.Array | int, zero: jax.Array) -> tuple[jax.Array, ...]:
-            def one(x: jax.Array, router_weights: jax.Array, *experts: jax.Array) -> jax.Array:
-                ids = all_ids[turn % _TURNS] + zero
-                return layer(x, ids, router_weights, *experts, axis_name=AXIS)
-
-            if not backward:
-                return (one(x, router_weights, *experts),)
-            y, pullback = jax.vjp(one, x, router_weights, *experts)
-            return y, *pullback(y)
+            return _results(layer, backward, operands, operands.ids[turn % _TURNS] + zero)
 
         def call_and_drop(turn: jax.Array, zero: jax.Array) -> jax.Array:
             # All of every result counts, or XLA would compute only what the next call depends on.
@@ -234,6 +214,100 @@ def run_layer(
     return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS), check_vma=False)(
         operands
     )
+
+
+def _results(
+    layer: Callable[..., jax.Array], backward: bool, operands: Operands, ids: jax.Array
+) -> tuple[jax.Array, ...]:
+    x, _, router_weights, *experts, _, _ = operands
+
+    def one(x: jax.Array, router_weights: jax.Array, *experts: jax.Array) -> jax.Array:
+        return layer(x, ids, router_weights, *experts, axis_name=AXIS)
+
+    if not backward:
+        return (one(x, router_weights, *experts),)
+    y, pullback = jax.vjp(one, x, router_weights, *experts)
+    return y, *pullback(y)
+
+
+class Queue:
+    """Calls that wait in the devices' queues, each a run of the same program.
+
+    A call of less than about 0.3 ms is limited by what starting a program takes on the host.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepares them.
+
+        Args:
+          function: what a call does.
+          arguments: of the calls by turns, all of the same shapes.
+          options: of XLA's compiler.
+        """
+        self._function, self._arguments, self._options = function, arguments, options
+
+    @functools.cached_property
+    def program(self) -> jax.stages.Compiled:
+        """Of one call."""
+        lowered = jax.jit(self._function).lower(*self._arguments[0])
+        return lowered.compile(compiler_options=dict(self._options or {}))
+
+    def __call__(self, calls: int) -> Any:
+        """Starts so many, the first with the first arguments; returns what the last one does."""
+        for turn in range(calls):
+            results = self.program(*self._arguments[turn % len(self._arguments)])
+        return results
+
+
+def layer_queue(
+    operands: Operands,
+    mesh: Mesh,
+    layer: Callable[..., jax.Array],
+    backward: bool,
+    options: Mapping[str, Any] | None = None,
+) -> Queue:
+    """Calls of a layer, which take and return what those of `run_layer` do."""
+    specs = Operands._make([P(AXIS)] * len(_SPECS))
+    function = jax.shard_map(
+        lambda operands: _results(layer, backward, operands, operands.ids),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P(AXIS),
+        check_vma=False,
+    )
+    turns = jax.device_put(list(np.asarray(operands.ids)), NamedSharding(mesh, P(AXIS)))
+    return Queue(function, [(operands._replace(ids=ids),) for ids in turns], options)
+
+
+def compile_side_by_side(queues: Iterable[Queue]) -> None:
+    """Their programs, each on a thread; errors come when the programs are needed.
+
+    Programs of several devices must not be run from several threads: devices that start them in
+    different orders wait for each other for ever.
+    """
+    with ThreadPoolExecutor() as pool:
+        wait([pool.submit(getattr, queue, "program") for queue in queues])
+
+
+def product_chain(mesh: Mesh, width: int, guess_s: float) -> Chain:
+    """The product of two square matrices of this width on every device, on a GPU by cuBLAS."""
+    left, right = _draw(mesh, (((mesh.size, width, width), 1), ((mesh.size, width, width), width)))
+
+    multiply = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    program = jax.jit(multiply, compiler_options=CUBLAS)
+
+    def run(calls: int) -> jax.Array:
+        product = left
+        for _ in range(calls):
+            product = program(product, right)
+        return product
+
+    return Chain(run, guess_s)
 
 
 def link_chain(mesh: Mesh, local_bytes: int) -> Chain:

@@ -1,33 +1,36 @@
 """The layer beside what a JAX user could write instead, in one run on the same devices.
 
 The peers are those of `jax_mok.bench.peer_layers`, each checked against the plain layer before it
-is timed. Times are those of a burst, see `jax_mok.bench.layer`.
+is timed. Times are those of a burst, see `jax_mok.bench.layer`. Every layer is one program, whose
+calls wait in the devices' queues.
 """
 
 from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import jax_mok.bench.session
 from jax_mok.bench import chains, torch_peer
-from jax_mok.bench.chains import Chain, Operands, Programs, compile_side_by_side
+from jax_mok.bench.chains import Chain, Operands, Queue, compile_side_by_side, layer_queue
 from jax_mok.bench.peer_layers import grouped
-from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, drop_rate, places_of
+from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, choices_kept
 from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import GroupedProduct, Layer, with_product
-from jax_mok.bench.peers_check import errors_of
+from jax_mok.bench.peers_check import Check
 from jax_mok.bench.session import (
     NOTHING_OF_USE,
     Rates,
@@ -35,23 +38,31 @@ from jax_mok.bench.session import (
     expect_writable,
     measure_shapes,
     open_session,
+    write_json,
 )
 from jax_mok.bench.shapes import Shape
 from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
+from jax_mok.bench.timing import Times
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
 
 flags.adopt_module_key_flags(jax_mok.bench.session)
 _PLOT = flags.DEFINE_string("plot", None, "also draw the times to this PNG")
+_TORCH_PEER = flags.DEFINE_bool("torch", True, "also measure torch, if it can be imported")
 
 OURS = "jax_mok"
 _MOSAIC = "mosaic"
 _TORCH = "torch, all-to-all, grouped_mm"
 _CAPACITY_FACTOR = 1.25
 _ROOM_MULTIPLE = 128
-_TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+_SLOW_S = 0.05  # a layer whose call takes longer is timed in few rounds
+_SLOW_ROUNDS = 3
+# The products of `lax.ragged_dot` take so long that to try many kinds of each takes minutes.
+_UNTRIED = {**chains.CUBLAS, "xla_gpu_autotune_level": 0}
+_MEMORY = 0.9  # of what is free, a program may ask for
+_TOLERANCE = 2e-2  # of bf16
 
 
 class Peer(NamedTuple):
@@ -59,13 +70,13 @@ class Peer(NamedTuple):
 
     Attributes:
       layer: as `moe_ffn`.
-      slowness: a guess, how many times as long as our layer it takes.
       keeps: bool [n·T, K], the choices in the first turn that it does not drop; None: all.
+      options: of XLA's compiler.
     """
 
     layer: Layer
-    slowness: float = 2.0
     keeps: np.ndarray | None = None
+    options: Mapping[str, Any] = chains.CUBLAS
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,8 +90,15 @@ def main(argv: Sequence[str]) -> None:
         session = open_session(argv, progress)
         left_out = _not_measured(session)
         measured: dict[str, Any] = {**session.description(), "not_measured": left_out}
-        run = functools.partial(measure, session, session.rates(), left_out)
+        rates = session.rates()
+        scale = session.scale
+        product = chains.product_chain(
+            session.mesh, scale.product_width, scale.product_flops / scale.flops_per_s
+        )
+        run = functools.partial(measure, session, rates, product, left_out)
         measure_shapes(session, measured, run, _summary)
+        if session.on_gpus and torch_peer.is_there() and _TORCH_PEER.value:
+            _add_torch(session, measured)
     check()
     _report(measured)
     if _PLOT.value:
@@ -88,75 +106,105 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(
-    session: Session, rates: Rates, left_out: list[str], name: str, shape: Shape
+    session: Session,
+    rates: Rates,
+    product: Chain,
+    left_out: list[str],
+    name: str,
+    shape: Shape,
 ) -> dict[str, Any]:
     """The figures of one shape, per GPU.
 
     Returns:
       "layers": by name, seconds as median and quartiles, TFLOP/s, share of the plain product's
-      speed. "bound_s" and "bound_share": what no layer can beat, None on CPU devices.
+      speed. "product_s": of that. "bound_s" and "bound_share": what no layer can beat, None on CPU
+      devices.
 
     Peers that fail or are wrong are told to `left_out` instead.
 
     Raises:
       RuntimeError: if our layer is among them.
     """
-    mesh, scale = session.mesh, session.scale
-    operands = chains.make_operands(shape, session.routes, mesh, scale.product_width)
+    session.say(f"{name}: draws operands")
+    operands = chains.make_operands(shape, session.routes, session.mesh, 1)
     peers, notes = _peers(session, name, shape, operands)
-    layer_s = scale.call_s + session.flops(shape) / scale.flops_per_s
-    stopwatch = session.stopwatch(name, 1)
-    programs = {
-        peer_name: Programs(chains.run_layer, (operands,), (mesh, peer.layer, session.backward))
+    queues = {
+        peer_name: layer_queue(operands, session.mesh, peer.layer, session.backward, peer.options)
         for peer_name, peer in peers.items()
     }
-    # Pallas's kernels take seconds each. Other programs, of which XLA may time variants, alone.
-    compile_side_by_side(
-        (programs[peer_name], calls)
-        for peer_name in peers
-        if peer_name.endswith(_MOSAIC)
-        for calls in (1, *stopwatch.counts(layer_s * peers[peer_name].slowness))
-    )
-    for peer_name in list(peers):
-        if problem := _problem(programs[peer_name], operands, mesh.size, peers[peer_name].keeps):
+    right = Check(operands, session.mesh, session.backward)
+    session.say(f"{name}: compiles {len(queues)} layers and the plain one")
+    compile_side_by_side([*queues.values(), right.queue])
+    quick: dict[str, Chain] = {"product": product}
+    slow: dict[str, Chain] = {}
+    for peer_name, peer in peers.items():
+        session.say(f"{name}: checks {peer_name}")
+        if problem := _problem(queues[peer_name], right, session, peer.keeps):
             if peer_name == OURS:
                 raise RuntimeError(f"{name}: {problem}")
-            del peers[peer_name]
             left_out.append(f"{name}, {peer_name}: {problem}")
-    product = functools.partial(chains.run_in_order, operands, mesh, MoEConfig())
-    repeated = {
-        "product": Chain(
-            lambda calls: product(("product",) * calls), scale.product_flops / scale.flops_per_s
-        )
-    }
-    for peer_name, peer in peers.items():
-        repeated[peer_name] = Chain(programs[peer_name], layer_s * peer.slowness)
-    seconds = stopwatch.burst(repeated)
-    product_rate = scale.product_flops / seconds["product"].median
-    if session.on_gpus and torch_peer.is_there():
-        try:
-            seconds[_TORCH] = torch_peer.measure(
-                shape, np.asarray(operands.ids), mesh.size, session.backward, session.rounds
-            )
-            notes[_TORCH] = "in processes of its own, ten calls a round"
-        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            left_out.append(f"{name}, {_TORCH}: {error}")
+            session.say(left_out[-1])
+            continue
+        start = time.perf_counter()
+        jax.block_until_ready(queues[peer_name](1))
+        call_s = time.perf_counter() - start
+        chains_of_its_kind = slow if call_s > _SLOW_S and peer_name != OURS else quick
+        chains_of_its_kind[peer_name] = Chain(queues[peer_name], call_s)
+    session.say(f"{name}: times {', '.join(quick)}")
+    seconds = session.stopwatch(name, 1, warm_up=1).burst(quick)
+    if slow:
+        session.say(f"{name}: times {', '.join(slow)}")
+        watch = session.stopwatch(f"{name}, slow", 1, rounds=_SLOW_ROUNDS, warm_up=0)
+        seconds |= watch.burst(slow)
+        notes |= {peer_name: f"{_SLOW_ROUNDS} rounds" for peer_name in slow}
     least = session.bound(shape, np.asarray(operands.ids), seconds["product"], rates)
-    figures = {}
-    for peer_name in (each for each in (*peers, _TORCH) if each in seconds):
-        rate = session.flops(shape) / seconds[peer_name].median
-        figures[peer_name] = {
-            "layer_s": seconds[peer_name]._asdict(),
-            "tflops": rate / 1e12,
-            "share": rate / product_rate,
-            "times_ours": seconds[peer_name].median / seconds[OURS].median,
-            "note": notes.get(peer_name, ""),
-        }
-    return {
-        "layers": figures,
+    product_rate = session.scale.product_flops / seconds["product"].median
+    figures: dict[str, Any] = {
+        "layers": {},
+        "product_s": seconds["product"]._asdict(),
         "bound_s": least and least.seconds,
         "bound_share": least and session.flops(shape) / least.seconds / product_rate,
     }
+    for peer_name in (each for each in peers if each in seconds):
+        _add_row(session, shape, figures, peer_name, seconds[peer_name], notes.get(peer_name, ""))
+    return figures
+
+
+def _add_row(
+    session: Session,
+    shape: Shape,
+    figures: dict[str, Any],
+    name: str,
+    seconds: Times,
+    note: str,
+) -> None:
+    layers, product_s = figures["layers"], figures["product_s"]["median"]
+    rate = session.flops(shape) / seconds.median
+    ours_s = layers[OURS]["layer_s"]["median"] if layers else seconds.median
+    layers[name] = {
+        "layer_s": seconds._asdict(),
+        "tflops": rate / 1e12,
+        "share": rate * product_s / session.scale.product_flops,
+        "times_ours": seconds.median / ours_s,
+        "note": note,
+    }
+
+
+def _add_torch(session: Session, measured: dict[str, Any]) -> None:
+    """The rows of torch, after all others: its processes take long to begin."""
+    for name, shape in session.shapes.items():
+        session.say(f"{name}: times torch")
+        routes = chains.draw_turns(shape, session.routes, session.mesh.size)
+        try:
+            seconds = torch_peer.measure(
+                shape, routes, session.mesh.size, session.backward, session.rounds
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            measured["not_measured"].append(f"{name}, {_TORCH}: {error}")
+            continue
+        note = "in processes of its own, ten calls a round"
+        _add_row(session, shape, measured["shapes"][name], _TORCH, seconds, note)
+        write_json(measured)
 
 
 def _peers(
@@ -167,33 +215,46 @@ def _peers(
     experts = shape.experts_of(ranks)
     ids = np.asarray(operands.ids)
     config = MoEConfig(timeout_s=20.0)
-    peers = {OURS: Peer(functools.partial(moe_ffn, config=config), slowness=1.0)}
-    products: dict[str, tuple[GroupedProduct, float]] = {"lax": (grouped.lax_product, 2.0)}
+    peers = {OURS: Peer(functools.partial(moe_ffn, config=config))}
     notes: dict[str, str] = {}
-    if session.on_gpus:
-        tiles = best_tiles(session, name, shape, operands)
-        products[_MOSAIC] = grouped.mosaic_product(tiles), 2.0
-        products["lax"] = grouped.lax_product, 30.0
-        notes[f"gathered, {_MOSAIC}"] = "tiles {}x{}, {}".format(*tiles)
     received_rows, pair_rows = _rooms(ids, ranks, experts)
-    for product_name, (product, slowness) in products.items():
-        exchanged = functools.partial(
+
+    def add(product_name: str, product: GroupedProduct, kinds: Sequence[str], **more: Any) -> None:
+        ragged = functools.partial(
             with_product(exchanged_layer, product), received_rows=received_rows
         )
-        peers[f"gathered, {product_name}"] = Peer(with_product(gathered_layer, product), slowness)
-        padded = functools.partial(exchanged, pair_rows=pair_rows)
-        peers[f"padded all-to-all, {product_name}"] = Peer(padded, slowness)
-        if session.on_gpus:
-            peers[f"ragged all-to-all, {product_name}"] = Peer(exchanged, slowness)
+        layers: dict[str, Layer] = {
+            "gathered": with_product(gathered_layer, product),
+            "padded all-to-all": functools.partial(ragged, pair_rows=pair_rows),
+            "ragged all-to-all": ragged,
+        }
+        for kind in kinds:
+            peers[f"{kind}, {product_name}"] = Peer(layers[kind], **more)
+
+    if session.on_gpus:
+        tiles = best_tiles(session, name, shape, operands)
+        kinds = ("gathered", "padded all-to-all", "ragged all-to-all")
+        add(_MOSAIC, grouped.mosaic_product(tiles), kinds)
+        notes = {
+            f"{kind}, {_MOSAIC}": "tiles {}x{}, {}, {}x{}".format(*tiles) for kind in kinds[:1]
+        }
+    else:
+        add("lax", grouped.lax_product, ("gathered", "padded all-to-all"))
     capacity = capacity_of(_CAPACITY_FACTOR, shape.tokens, shape.top_k, experts)
-    ids_of_ranks = jnp.asarray(ids).reshape(-1, shape.tokens, shape.top_k)
-    first = [places_of(ids_of_ranks[rank], experts) < capacity for rank in range(ranks)]
+    kept = np.stack(
+        [
+            choices_kept(of_rank, experts, capacity)
+            for of_rank in ids.reshape(-1, shape.tokens, shape.top_k)
+        ]
+    )
     peers["capacity"] = Peer(
         functools.partial(capacity_layer, capacity=capacity),
-        keeps=np.concatenate(first).reshape(-1, shape.top_k),
+        keeps=kept[:ranks].reshape(-1, shape.top_k),
     )
-    dropped = np.mean([drop_rate(each, experts, capacity) for each in ids_of_ranks])
-    notes["capacity"] = f"drops {dropped:.1%} of the choices"
+    notes["capacity"] = f"drops {1 - kept.mean():.1%} of the choices"
+    if session.on_gpus:
+        # Every row with every expert of the rank, so with the fewest rows only.
+        add("lax", grouped.lax_product, ("ragged all-to-all",), options=_UNTRIED)
     return peers, notes
 
 
@@ -207,15 +268,30 @@ def _rooms(ids: np.ndarray, ranks: int, experts: int) -> tuple[int, int]:
     )
 
 
-def _problem(programs: Programs, operands: Operands, ranks: int, keeps: np.ndarray | None) -> str:
+def _problem(queue: Queue, right: Check, session: Session, keeps: np.ndarray | None) -> str:
     """Why not to time it, if anything."""
     try:
-        errors = errors_of(programs(1), operands, ranks, keeps)
+        if problem := _lacks_memory(queue.program, session.mesh):
+            return problem
+        results = jax.block_until_ready(queue(1))
+        errors = right.errors_of(results, keeps)
     except Exception as error:  # whatever the peer's code raises: the others are measured still
         return f"fails: {repr(error)[:200]}"
-    tolerance = _TOLERANCE[str(operands.x.dtype)]
-    wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error < tolerance]
+    wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error < _TOLERANCE]
     return f"wrong: {', '.join(wrong)}" if wrong else ""
+
+
+def _lacks_memory(program: jax.stages.Compiled, mesh: Mesh) -> str:
+    """Why not to run it, if anything: a device without room would let the others wait for it."""
+    needs = program.memory_analysis()
+    if needs is None:
+        return ""
+    bytes_needed = needs.temp_size_in_bytes + needs.output_size_in_bytes
+    for device in mesh.devices.flat:
+        memory = device.memory_stats()
+        if memory and bytes_needed > _MEMORY * (memory["bytes_limit"] - memory["bytes_in_use"]):
+            return f"needs {bytes_needed / 2**30:.0f} GiB"
+    return ""
 
 
 def _not_measured(session: Session) -> list[str]:

@@ -67,17 +67,27 @@ def main(argv: Sequence[str]) -> None:
             "not_measured": session.not_measured(),
         }
         rates = session.rates()
-        measure_shapes(session, measured, functools.partial(measure, session, rates), _summary)
+        scale = session.scale
+        product = chains.product_chain(
+            session.mesh, scale.product_width, scale.product_flops / scale.flops_per_s
+        )
+        run = functools.partial(measure, session, rates, product)
+        measure_shapes(session, measured, run, _summary)
     check()
     _report(measured)
     if _PLOT.value:
         scaling_plot.draw(Path(_PLOT.value), measured)
 
 
-def measure(session: Session, rates: Rates, name: str, shape: Shape) -> dict[str, Any]:
+def measure(
+    session: Session, rates: Rates, product: Chain, name: str, shape: Shape
+) -> dict[str, Any]:
     """By what is varied, a list of points: its value, seconds of the layer and of the bound."""
     return {
-        what: [_measure_point(session, rates, f"{name}, {what} {p.value:g}", p) for p in points]
+        what: [
+            _measure_point(session, rates, product, f"{name}, {what} {p.value:g}", p)
+            for p in points
+        ]
         for what, points in sweeps(shape, session.mesh.size).items()
     }
 
@@ -113,22 +123,20 @@ def sweeps(shape: Shape, gpus: int) -> dict[str, list[Point]]:
     }
 
 
-def _measure_point(session: Session, rates: Rates, name: str, point: Point) -> dict[str, Any]:
+def _measure_point(
+    session: Session, rates: Rates, product: Chain, name: str, point: Point
+) -> dict[str, Any]:
+    session.say(name)
     mesh, scale, shape = session.mesh, session.scale, point.shape
-    operands = chains.make_operands(
-        shape, "zipf", mesh, scale.product_width, exponent=point.exponent
-    )
+    operands = chains.make_operands(shape, "zipf", mesh, 1, exponent=point.exponent)
     layer = functools.partial(moe_ffn, config=point.config)
-    product = functools.partial(chains.run_in_order, operands, mesh, MoEConfig())
     seconds = session.stopwatch(name, 1).burst(
         {
             "layer": Chain(
                 functools.partial(chains.run_layer, operands, mesh, layer, session.backward),
                 scale.call_s + session.flops(shape) / scale.flops_per_s,
             ),
-            "product": Chain(
-                lambda calls: product(("product",) * calls), scale.product_flops / scale.flops_per_s
-            ),
+            "product": product,
         }
     )
     least = session.bound(shape, np.asarray(operands.ids), seconds["product"], rates)

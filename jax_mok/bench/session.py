@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ class Session:
       rounds: timed rounds.
       progress: what is shown meanwhile.
       on_gpus: else on CPU devices, which only try the measurement.
+      opened: `time.monotonic()` when it began.
     """
 
     mesh: Mesh
@@ -105,6 +107,14 @@ class Session:
     rounds: int
     progress: Progress
     on_gpus: bool
+    opened: float = dataclasses.field(default_factory=time.monotonic)
+
+    def say(self, stage: str) -> None:
+        """Tells on stderr what begins, and when: a run that is ended early says where it was."""
+        seconds = time.monotonic() - self.opened
+        self.progress.console.print(
+            f"{seconds:7.1f} s  {stage}", highlight=False, markup=False, soft_wrap=True
+        )
 
     def flops(self, shape: Shape) -> int:
         """Of one GPU; a backward pass has twice the products of a forward pass."""
@@ -133,9 +143,21 @@ class Session:
             link_bytes_per_s=rates.link and rates.link.median,
         )
 
-    def stopwatch(self, name: str, measurements: int) -> Stopwatch:
-        """One whose rounds, of so many measurements, are shown under this name."""
-        watch = Stopwatch(self.scale.burst_s, self.scale.sustained_s, self.rounds)
+    def stopwatch(
+        self,
+        name: str,
+        measurements: int,
+        *,
+        rounds: int | None = None,
+        warm_up: int | None = None,
+    ) -> Stopwatch:
+        """One whose rounds, of so many measurements, are shown under this name.
+
+        `rounds` and `warm_up` are instead of the session's and `Stopwatch`'s.
+        """
+        watch = Stopwatch(self.scale.burst_s, self.scale.sustained_s, rounds or self.rounds)
+        if warm_up is not None:
+            watch = dataclasses.replace(watch, warm_up=warm_up)
         task = self.progress.add_task(name, total=measurements * watch.all_rounds)
         advance = functools.partial(self.progress.update, task, advance=1, refresh=True)
         return dataclasses.replace(watch, after_round=advance)
@@ -147,6 +169,7 @@ class Session:
         repeated = {"memory": chains.memory_chain(self.mesh, _MEMORY_BYTES)}
         if self.mesh.size > 1:
             repeated["link"] = chains.link_chain(self.mesh, _LINK_BYTES)
+        self.say("link and memory rates")
         seconds = self.stopwatch("link and memory", 1).burst(repeated)
         moved = {"memory": 2 * _MEMORY_BYTES, "link": _LINK_BYTES}
         rates = {
@@ -242,7 +265,7 @@ def measure_shapes(
     measured["shapes"] = {}
     for name, shape in session.shapes.items():
         measured["shapes"][name] = measure(name, shape)
-        session.progress.console.print(summary(name, measured["shapes"][name]))
+        session.say(summary(name, measured["shapes"][name]))
         write_json(measured)
 
 

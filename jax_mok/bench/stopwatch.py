@@ -22,17 +22,19 @@ class Stopwatch:
       sustained_s: what the shortest of the sustained programs takes, about.
       rounds: timed rounds.
       after_round: called after each round.
+      warm_up: rounds before those.
     """
 
     burst_s: float
     sustained_s: float
     rounds: int
     after_round: Callable[[], None] = lambda: None
+    warm_up: int = _WARM_UP
 
     @property
     def all_rounds(self) -> int:
         """Rounds of one measurement, those included that are not counted."""
-        return _WARM_UP + self.rounds
+        return self.warm_up + self.rounds
 
     def counts(self, guess_s: float) -> tuple[int, int]:
         """How many calls, of so many seconds, a burst's longer and shorter program make."""
@@ -51,7 +53,7 @@ class Stopwatch:
         seconds = time_rounds(
             programs,
             self.rounds,
-            warm_up=_WARM_UP,
+            warm_up=self.warm_up,
             pause_s=_PAUSE_S,
             after_round=self.after_round,
         )
@@ -84,7 +86,9 @@ class Stopwatch:
         orders = {"": firsts + seconds, first: 2 * firsts + seconds, second: firsts + 2 * seconds}
         turns = max(2, round(self.sustained_s / (guesses_s[0] + counts[second] * guesses_s[1])))
         programs = {twice: _bind(run, order * turns) for twice, order in orders.items()}
-        times = time_rounds(programs, self.rounds, warm_up=_WARM_UP, after_round=self.after_round)
+        times = time_rounds(
+            programs, self.rounds, warm_up=self.warm_up, after_round=self.after_round
+        )
         return {
             name: difference(times[name], times[""], turns * count)
             for name, count in counts.items()

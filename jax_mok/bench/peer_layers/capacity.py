@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mok.bench.peer_layers.grouped import weighted_sum
 
@@ -28,9 +29,14 @@ def places_of(ids: jax.Array, experts: int) -> jax.Array:
     return jnp.zeros_like(flat).at[order].set(place.astype(flat.dtype))
 
 
-def drop_rate(ids: jax.Array, experts: int, capacity: int) -> jax.Array:
-    """Share of this rank's choices that are dropped."""
-    return jnp.mean(places_of(ids, experts) >= capacity)
+def choices_kept(ids: np.ndarray, experts: int, capacity: int) -> np.ndarray:
+    """bool [T, K]: those of this rank's choices that are not dropped, found without JAX."""
+    flat = ids.ravel()
+    order = np.argsort(flat, kind="stable")
+    ranked = flat[order]
+    place = np.empty_like(order)
+    place[order] = np.arange(len(flat)) - np.searchsorted(ranked, ranked, side="left")
+    return (place < capacity).reshape(ids.shape)
 
 
 def capacity_layer(

@@ -34,9 +34,15 @@ class Tiles(NamedTuple):
     max_concurrent_steps: int = 4
 
 
-_BLOCKS_N = ((64, 1), (128, 1), (128, 4), (256, 1), (256, 4))
-TILES = tuple(Tiles(m, n, grid) for m in (64, 128) for n, grid in _BLOCKS_N)
-"""Those to choose from; the first fits all widths that are multiples of 64."""
+TILES = (
+    Tiles(128, 128, 1),
+    Tiles(128, 128, 4),
+    Tiles(128, 128, 4, max_concurrent_steps=6),
+    Tiles(64, 256, 4),
+    Tiles(64, 64, 1),
+)
+"""Those to choose from: a warpgroup's registers hold the sums of no more, and shared memory the
+operands of no more. Each takes seconds to compile; the last fits all multiples of 64."""
 
 
 def mosaic_product(tiles: Tiles) -> GroupedProduct:
