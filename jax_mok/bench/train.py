@@ -72,13 +72,16 @@ def measure(session: Session, name: str, shape: Shape) -> dict[str, Any]:
     decoder = (train_model.qwen3 if session.on_gpus else train_model.toy)(shape, _LAYERS.value)
     layers = _layers(session, name, shape)
     task = session.progress.add_task(name, total=len(layers) * (1 + session.rounds))
-    built = [train_model.build(decoder, session.mesh, layer) for layer in layers.values()]
-    with ThreadPoolExecutor() as pool:  # Pallas's kernels take seconds each
-        compiled = list(pool.map(Programs.compiled, built))
+    built = train_model.build(decoder, session.mesh, layers)
+    session.say(f"{name}: compiles {len(layers)} decoders")
+    with ThreadPoolExecutor() as pool:  # Pallas's kernels take seconds each; nothing runs meanwhile
+        compiled = list(pool.map(Programs.compiled, built.values()))
     figures: dict[str, Any] = {}
     for layer_name, programs in zip(layers, compiled, strict=True):
         advance = functools.partial(session.progress.update, task, advance=1, refresh=True)
+        session.say(f"{name}: trains with {layer_name}")
         losses, step_s = _train(session, decoder, programs, advance)
+        session.say(f"{name}: {step_s.median * 1e3:.1f} ms a step, first losses {losses}")
         figures[layer_name] = {
             "step_s": step_s._asdict(),
             "tokens_per_s": shape.tokens * session.mesh.size / step_s.median,

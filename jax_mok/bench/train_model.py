@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok.bench.chains import AXIS
+from jax_mok.bench.chains import AXIS, CUBLAS
 from jax_mok.bench.peer_layers.grouped import Layer
 from jax_mok.bench.shapes import Shape
 from jax_mok.router import Router
@@ -76,15 +77,15 @@ class Programs(NamedTuple):
         return self._replace(step=lowered.compile())
 
 
-def build(decoder: Decoder, mesh: Mesh, layer: Layer) -> Programs:
-    """The programs of a decoder with that layer, experts partitioned over the mesh axis."""
+def build(decoder: Decoder, mesh: Mesh, layers: Mapping[str, Layer]) -> dict[str, Programs]:
+    """By name the programs of a decoder with each layer, experts partitioned over the mesh axis."""
     optimizer = optax.adam(_LEARNING_RATE)
 
     def init(seed: jax.Array) -> State:
         params = _draw(decoder, mesh.size, jax.random.key(seed))
         return {"params": params, "moments": optimizer.init(params)}
 
-    def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+    def step(layer: Layer, state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             logits = _apply(decoder, mesh, layer, params, tokens[:, :-1])
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -102,16 +103,21 @@ def build(decoder: Decoder, mesh: Mesh, layer: Layer) -> Programs:
     )
     sequences = max(1, decoder.shape.tokens // decoder.length) * mesh.size
     length = decoder.shape.tokens * mesh.size // sequences
-    return Programs(
-        init=jax.jit(init, out_shardings=shardings),
-        step=jax.jit(
-            step,
-            in_shardings=(shardings, split),
-            out_shardings=(shardings, everywhere),
-            donate_argnums=0,
-        ),
-        tokens=jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32, sharding=split),
-    )
+    init_all = jax.jit(init, out_shardings=shardings)
+    return {
+        name: Programs(
+            init=init_all,
+            step=jax.jit(
+                functools.partial(step, layer),
+                in_shardings=(shardings, split),
+                out_shardings=(shardings, everywhere),
+                donate_argnums=0,
+                compiler_options=CUBLAS,
+            ),
+            tokens=jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32, sharding=split),
+        )
+        for name, layer in layers.items()
+    }
 
 
 def without_experts(
@@ -174,12 +180,19 @@ def _apply(
         out_specs=split,
         check_vma=False,
     )
+
+    @jax.jit  # traced and lowered once for all layers: Pallas's kernels take long
+    def add_layer(x: jax.Array, params: dict[str, Any]) -> jax.Array:
+        x = x + _attend(decoder, params["attention"], _normed(x, params["norms"][0]))
+        weights = params["experts"]
+        normed = _normed(x, params["norms"][1])
+        return x + experts(
+            normed, params["router"], weights["gate"], weights["up"], weights["down"]
+        )
+
     x = params["embed"].astype(jnp.bfloat16)[tokens]
     for each in params["layers"]:
-        x = x + _attend(decoder, each["attention"], _normed(x, each["norms"][0]))
-        weights = each["experts"]
-        normed = _normed(x, each["norms"][1])
-        x = x + experts(normed, each["router"], weights["gate"], weights["up"], weights["down"])
+        x = add_layer(x, each)
     x = _normed(x, params["norm"])
     scale = decoder.shape.hidden**-0.5  # the rows of the embedding have unit variance
     return (x @ params["embed"].astype(jnp.bfloat16).T).astype(jnp.float32) * scale
