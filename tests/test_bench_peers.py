@@ -12,10 +12,13 @@ from jax.sharding import PartitionSpec as P
 from oracle import Inputs, Outputs
 from routings import ROUTINGS
 
+from jax_mok.bench import chains
 from jax_mok.bench.peer_layers.capacity import capacity_layer, capacity_of, choices_kept
 from jax_mok.bench.peer_layers.exchanged import exchanged_layer
 from jax_mok.bench.peer_layers.gathered import gathered_layer
 from jax_mok.bench.peer_layers.grouped import Layer, lax_product, with_product
+from jax_mok.bench.peers_check import Check
+from jax_mok.bench.shapes import TOY
 
 TOKENS, CHOICES, EXPERTS = 32, 3, 8
 LAYERS = {
@@ -74,3 +77,23 @@ def test_a_capacity_drops_the_last_choices_of_a_popular_expert():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
     found = [choices_kept(ids, EXPERTS, capacity) for ids in np.split(inputs.expert_ids, 2)]
     np.testing.assert_array_equal(np.stack(found).reshape(kept.shape), kept)
+
+
+def test_a_wrong_result_is_found():
+    mesh = mesh_of(2)
+    operands = chains.make_operands(TOY["toy"], "uniform", mesh, 1)
+    queue = chains.layer_queue(
+        operands, mesh, with_product(gathered_layer, lax_product), backward=True
+    )
+    check = Check(operands, mesh, backward=True)
+    results = queue(1)
+    assert max(check.errors_of(results).values()) < 2e-2
+    names = [
+        "outputs",
+        *(f"gradients of {each}" for each in ("x", "router weights", "gate", "up", "down")),
+    ]
+    for place, name in list(enumerate(names))[1:]:  # the outputs are their own gradient too
+        wrong = [r * 1.1 if i == place else r for i, r in enumerate(results)]
+        found = check.errors_of(wrong)
+        assert [each for each in names if found[each] > 2e-2] == [name]
+    assert check.errors_of([results[0] * 1.1, *results[1:]])["outputs"] > 2e-2
