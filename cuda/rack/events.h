@@ -9,8 +9,8 @@ namespace mok::rack {
 
 enum class What : int32_t {
   kArrive,     // the first byte of a transfer
-  kPull,       // a warp asks for its next token
-  kPulled,     // and has it
+  kPull,       // a warp asks for its next tokens
+  kPulled,     // and has them
   kStepsDone,  // a cluster's products of an item
   kItemDone,   // and all else
   kNextPush,   // of a token, before the kernel

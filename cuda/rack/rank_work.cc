@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "host/plan_builder.h"
-#include "sm90/pull_share.h"
 #include "sm90/unit_table.h"
 
 namespace mok::rack {
@@ -116,9 +115,9 @@ RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t ra
   return work;
 }
 
-std::vector<std::vector<PulledToken>> pulls_of(const RankWork& work, PullOrder order, int32_t rank,
-                                               int32_t ranks, int32_t warps) {
-  std::vector<std::vector<PulledToken>> pulls(warps);
+std::vector<std::vector<Pull>> pulls_of(const RankWork& work, PullOrder order, int32_t rank,
+                                        int32_t ranks, int32_t warps) {
+  std::vector<std::vector<Pull>> pulls(warps);
   if (ranks == 1) {
     return pulls;
   }
@@ -131,14 +130,20 @@ std::vector<std::vector<PulledToken>> pulls_of(const RankWork& work, PullOrder o
     int32_t looks = 0;
     for (int64_t first = share.first; first < rows; first += int64_t{share.stride} * kLanes) {
       ++looks;
+      bool is_new = true;  // none of these rows' tokens has been found
       for (int32_t lane = 0; lane < kLanes && first + lane * share.stride < rows; ++lane) {
         const int64_t position = first + lane * share.stride;
         const auto row =
             static_cast<int32_t>(order == PullOrder::kPlan ? ordered[position] : position);
         const int32_t home = work.token_home[row];
         if (home >= 0 && (!by_peers || share.has(home, rank, ranks))) {
-          pulls[warp].push_back({row / kTileRows, home, looks});
-          looks = 0;
+          if (is_new || pulls[warp].back().count == sm90::kPulledTogether) {
+            pulls[warp].push_back({looks, 0, {}});
+            looks = 0;
+            is_new = false;
+          }
+          Pull& pull = pulls[warp].back();
+          pull.tokens[pull.count++] = {row / kTileRows, home};
         }
       }
     }

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "core/plan.h"
+#include "sm90/pull_share.h"
 #include "sm90/work.h"
 
 // What one rank does in a forward call, as the kernels find it: its plan and work list from the
@@ -41,11 +43,16 @@ struct RankWork {
 // `routes` are [ranks, tokens, top_k].
 RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t rank);
 
-// Pulls of one warp in order.
 struct PulledToken {
   int32_t tile;
   int32_t home;
+};
+
+// Tokens that a warp copies together.
+struct Pull {
   int32_t looks;  // at so many rows of the plan as a warp has lanes, since the one before
+  int32_t count;
+  std::array<PulledToken, sm90::kPulledTogether> tokens;
 };
 
 enum class PullOrder : int32_t {
@@ -54,7 +61,8 @@ enum class PullOrder : int32_t {
   kPlan,   // likewise of the plan's pull order: chunk by chunk, from all ranks in turn
 };
 
-std::vector<std::vector<PulledToken>> pulls_of(const RankWork& work, PullOrder order, int32_t rank,
-                                               int32_t ranks, int32_t warps);
+// Of each warp, in order.
+std::vector<std::vector<Pull>> pulls_of(const RankWork& work, PullOrder order, int32_t rank,
+                                        int32_t ranks, int32_t warps);
 
 }  // namespace mok::rack

@@ -1,7 +1,6 @@
 #include "rack/simulation.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -37,13 +36,19 @@ struct Cluster {
   double items_end = 0;
 };
 
+struct PullingWarp {
+  size_t position = 0;  // in its pulls
+  int32_t coming = 0;   // tokens
+  double end = 0;       // of the pull
+};
+
 struct Rank {
   int32_t next_item = 0;
   int32_t tokens_there = 0;  // tiles
   std::vector<int32_t> pulled, hidden_ready, down_done;
   std::vector<Cluster> clusters;
-  std::vector<std::vector<PulledToken>> pulls;
-  std::vector<size_t> position;  // of warps in their pulls
+  std::vector<std::vector<Pull>> pulls;
+  std::vector<PullingWarp> warps;
   size_t pushed_tokens = 0;
   size_t pulled_rows = 0;
   double end = 0;
@@ -113,7 +118,7 @@ class Simulation {
       case What::kPull:
         return pull(step.rank, step.index);
       case What::kPulled:
-        return take_token(step.rank, step.index);
+        return take_tokens(step.rank, step.index);
       case What::kStepsDone:
         return end_steps(step.rank, step.index);
       case What::kItemDone:
@@ -146,9 +151,11 @@ class Simulation {
     record(transfer, done);
     switch (transfer.purpose) {
       case Purpose::kPulledToken: {
-        const double rounds = std::ceil(transfer.bytes / machine_.pull_round_bytes);
-        at(std::max(done, transfer.asked + rounds * machine_.pull_round_s), What::kPulled,
-           transfer.to, transfer.owner);
+        PullingWarp& warp = ranks_[transfer.to].warps[transfer.owner];
+        warp.end = std::max(warp.end, done);
+        if (--warp.coming == 0) {
+          at(warp.end, What::kPulled, transfer.to, transfer.owner);
+        }
         return;
       }
       case Purpose::kPushedRows: {
@@ -169,7 +176,8 @@ class Simulation {
         phase_end_ = std::max(phase_end_, done);
         return;
       case Purpose::kPulledRow:
-        at(std::max(done, transfer.asked + machine_.pull_round_s), What::kNextRow, transfer.to, 0);
+        at(std::max(done, transfer.asked + machine_.pull_latency_s), What::kNextRow, transfer.to,
+           0);
         return;
     }
   }
@@ -244,7 +252,7 @@ class Simulation {
       rank.hidden_ready.resize(work.tiles());
       rank.down_done.resize(work.tiles());
       rank.clusters.resize(clusters_);
-      rank.position.resize(machine_.sms);
+      rank.warps.resize(machine_.sms);
       if (moves_.dispatch_push) {
         rank.tokens_there = work.tiles();
         rank.pulls.resize(machine_.sms);
@@ -276,24 +284,34 @@ class Simulation {
     }
   }
 
-  // A warp looks for its next token.
+  // A warp looks for its next tokens.
   void look(int32_t r, int32_t warp) {
     Rank& rank = ranks_[r];
-    if (rank.position[warp] == rank.pulls[warp].size()) {
+    const size_t position = rank.warps[warp].position;
+    if (position == rank.pulls[warp].size()) {
       return;
     }
-    const int32_t looks = rank.pulls[warp][rank.position[warp]].looks;
+    const int32_t looks = rank.pulls[warp][position].looks;
     at(now_ + looks * machine_.look_s, What::kPull, r, warp);
   }
 
-  void pull(int32_t r, int32_t warp) {
-    const PulledToken& token = ranks_[r].pulls[warp][ranks_[r].position[warp]];
-    ask({Purpose::kPulledToken, token.home, r, warp, moves_.token_bytes, now_});
+  void pull(int32_t r, int32_t w) {
+    PullingWarp& warp = ranks_[r].warps[w];
+    const Pull& pull = ranks_[r].pulls[w][warp.position];
+    const double seconds = pull.count * moves_.token_bytes / machine_.pull_bytes_per_s;
+    warp.end = now_ + std::max(seconds, machine_.pull_latency_s);
+    warp.coming = pull.count;
+    for (int32_t i = 0; i < pull.count; ++i) {
+      ask({Purpose::kPulledToken, pull.tokens[i].home, r, w, moves_.token_bytes, now_});
+    }
   }
 
-  void take_token(int32_t r, int32_t warp) {
+  void take_tokens(int32_t r, int32_t warp) {
     Rank& rank = ranks_[r];
-    ++rank.pulled[rank.pulls[warp][rank.position[warp]++].tile];
+    const Pull& pull = rank.pulls[warp][rank.warps[warp].position++];
+    for (int32_t i = 0; i < pull.count; ++i) {
+      ++rank.pulled[pull.tokens[i].tile];
+    }
     outcome_.tokens_s[r] = now_;
     rank.end = std::max(rank.end, now_);
     look(r, warp);

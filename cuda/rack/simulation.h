@@ -18,11 +18,11 @@ struct Machine {
   double link_bytes_per_s;  // each way
   double request_share;     // bytes that a pulled byte's request sends the other way
   double signal_s;
-  double pull_round_s;  // a pulling warp's wait for what it has under way
-  double pull_round_bytes;
-  double look_s;     // a pulling warp's look at 32 rows of the plan
-  double step_s;     // 64 of the contraction, for two tiles by 256 columns
-  double gate_up_s;  // of an item beside its steps
+  double pull_bytes_per_s;  // of a pulling warp
+  double pull_latency_s;    // what it takes at least
+  double look_s;            // its look at 32 rows of the plan
+  double step_s;            // 64 of the contraction, for two tiles by 256 columns
+  double gate_up_s;         // of an item beside its steps
   double down_s;
 };
 

@@ -16,9 +16,6 @@ namespace mok::sm90 {
 // all. A round trip to a peer under a kernel's load takes longer than the link needs for less.
 constexpr int kPullsInFlight = 12;
 
-// Tokens that a warp copies together: most rounds are then full, and one fence serves them all.
-constexpr int kPulledTogether = 3;
-
 // Where a thread is in the rows of some lanes, one after the other as one stream.
 struct StreamPlace {
   unsigned lanes;  // whose rows it has not passed; it is in the first one's

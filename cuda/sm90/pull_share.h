@@ -9,6 +9,9 @@
 // since products wait for the slowest one.
 namespace mok::sm90 {
 
+// Tokens that a warp copies together: most rounds are then full, and one fence serves them all.
+constexpr int kPulledTogether = 3;
+
 // What a warp goes through: every `stride`-th row of the plan, for the tokens of some peers.
 struct PullShare {
   int32_t peers;  // that are told apart

@@ -67,15 +67,16 @@ class Rack {
   nb::dict simulate(const std::string& pull_order, bool dispatch_push, bool combine_push,
                     double token_bytes, double output_bytes, double bin_s, int32_t sms,
                     double link_bytes_per_s, double request_share, double signal_s,
-                    double pull_round_s, double pull_round_bytes, double look_s, double step_s,
+                    double pull_bytes_per_s, double pull_latency_s, double look_s, double step_s,
                     double gate_up_s, double down_s) const {
     const rack::PullOrder order = order_of(pull_order);
     const rack::Moves moves{dispatch_push, combine_push, order, token_bytes, output_bytes};
     const rack::Machine machine{
-        sms,    link_bytes_per_s, request_share, signal_s, pull_round_s, pull_round_bytes,
+        sms,    link_bytes_per_s, request_share, signal_s, pull_bytes_per_s, pull_latency_s,
         look_s, step_s,           gate_up_s,     down_s};
-    if (sms < sm90::kCluster || !(bin_s > 0) || !(link_bytes_per_s > 0)) {
-      throw nb::value_error("Rack.simulate: sms, bin_s and link_bytes_per_s must be positive");
+    if (sms < sm90::kCluster || !(bin_s > 0) || !(link_bytes_per_s > 0) ||
+        !(pull_bytes_per_s > 0)) {
+      throw nb::value_error("Rack.simulate: sms, bin_s and rates of bytes must be positive");
     }
     rack::Outcome outcome;
     {
@@ -117,8 +118,8 @@ void bind_rack(nb::module_& module) {
       .def("simulate", &Rack::simulate, nb::kw_only(), nb::arg("pull_order"),
            nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("token_bytes"),
            nb::arg("output_bytes"), nb::arg("bin_s"), nb::arg("sms"), nb::arg("link_bytes_per_s"),
-           nb::arg("request_share"), nb::arg("signal_s"), nb::arg("pull_round_s"),
-           nb::arg("pull_round_bytes"), nb::arg("look_s"), nb::arg("step_s"), nb::arg("gate_up_s"),
+           nb::arg("request_share"), nb::arg("signal_s"), nb::arg("pull_bytes_per_s"),
+           nb::arg("pull_latency_s"), nb::arg("look_s"), nb::arg("step_s"), nb::arg("gate_up_s"),
            nb::arg("down_s"));
 }
 

@@ -2,8 +2,8 @@
 
 Plan, work lists and the order of pulls are those of the kernels, by the same code; rates are those
 measured on two H200s, see `jax_mok.bench.rack_model`. Varied are the number of GPUs at constant
-work per GPU, and on the most of them one thing at a time: who moves rows, the order of pulls, what
-a pulling warp has under way, the ring, the chunk, the experts' load, the bytes of an element.
+work per GPU, and on the most of them one thing at a time: who moves rows, the order of pulls and
+their speed, the ring, the chunk, the experts' load, the bytes of an element.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLOT = flags.DEFINE_string("plot", None, "also draw the curves and the link to 
 _RINGS = (1 / 8, 1 / 4, 1 / 2)  # times the default's rows
 _CHUNK_ROWS = (256, 4096)
 _EXPONENTS = (0.3, 0.6, 0.9)
-_UNDER_WAY = (2, 4)  # times what the kernel's warps have
+_PULL_SPEEDS = (2, 4)  # times the measured one
 _PERCENTILES = {"least": 0, "5th": 5, "median": 50, "most": 100}
 
 
@@ -98,11 +98,9 @@ def cases_of(shape: Shape, gpus: Sequence[int]) -> Iterator[tuple[str, float | s
         config = MoEConfig(ring_rows=-(-layout.ring_rows // rows) * rows, chunk_rows=rows)
         case = dataclasses.replace(usual, pull_order="plan", config=config)
         yield "pull order", f"chunks of {rows}", case
-    for times in _UNDER_WAY:
-        # Of other rows too: rows of 4 KiB would not gain by longer rounds.
-        more = machine._replace(pull_round_s=machine.pull_round_s / times)
-        value = f"{times * machine.pull_round_bytes / 1024:g} KiB"
-        yield "under way", value, dataclasses.replace(usual, machine=more)
+    for times in _PULL_SPEEDS:
+        faster = machine.with_pulls_as_fast(times)
+        yield "pull speed", f"{times} times", dataclasses.replace(usual, machine=faster)
     pushed, pulled = MoEConfig(dispatch="push"), MoEConfig(combine="pull")
     yield "direction", "dispatch push", dataclasses.replace(usual, config=pushed)
     yield "direction", "combine pull", dataclasses.replace(usual, config=pulled)

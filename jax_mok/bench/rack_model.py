@@ -45,8 +45,8 @@ class Machine(NamedTuple):
       link_bytes_per_s: of the port, each way.
       request_share: what a pulled byte's request takes of the port, the other way.
       signal_s: until a peer sees a push.
-      pull_round_s: what a pulling warp takes for each `pull_round_bytes`.
-      pull_round_bytes: what it has under way.
+      pull_bytes_per_s: of a pulling warp under the kernel's load.
+      pull_latency_s: what it takes at least for what it copies together.
       look_s: what it takes to look at 32 rows of the plan.
     """
 
@@ -56,9 +56,16 @@ class Machine(NamedTuple):
     link_bytes_per_s: float
     request_share: float
     signal_s: float
-    pull_round_s: float
-    pull_round_bytes: float
+    pull_bytes_per_s: float
+    pull_latency_s: float
     look_s: float
+
+    def with_pulls_as_fast(self, times: float) -> Machine:
+        """As a kernel would have that pulls so many times as fast where the link lets it."""
+        return self._replace(
+            pull_bytes_per_s=self.pull_bytes_per_s * times,
+            pull_latency_s=self.pull_latency_s / times,
+        )
 
     @property
     def cycle_s(self) -> float:
@@ -76,10 +83,10 @@ H200 = Machine(
     link_bytes_per_s=365e9,
     request_share=365 / 330 - 1,
     signal_s=1.23e-6,
-    # cuda/sm90/rows.cuh: a warp has 4 KiB under way. The time is fitted to docs/hopper-forward.md:
-    # 8192 tokens of 14336 bytes, four rounds each, come in 0.9 ms.
-    pull_round_s=2.87e-6,
-    pull_round_bytes=4096,
+    # `bench timeline`, in docs/rack.md: three rows of 14336 bytes take 29.9 µs, one of 4096 4.13.
+    # What limits them is not known; these figures are of all warps pulling at once.
+    pull_bytes_per_s=1.44e9,
+    pull_latency_s=4.13e-6,
     # Not measured: two loads from L2, one after the other. On two GPUs it does not matter.
     look_s=0.6e-6,
 )
@@ -210,8 +217,8 @@ def simulate(case: Case) -> Outcome:
         link_bytes_per_s=machine.link_bytes_per_s,
         request_share=machine.request_share,
         signal_s=machine.signal_s,
-        pull_round_s=machine.pull_round_s,
-        pull_round_bytes=machine.pull_round_bytes,
+        pull_bytes_per_s=machine.pull_bytes_per_s,
+        pull_latency_s=machine.pull_latency_s,
         look_s=machine.look_s,
         step_s=_STEP_CYCLES * machine.cycle_s,
         gate_up_s=_GATE_UP_CYCLES * machine.cycle_s,
