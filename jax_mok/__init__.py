@@ -1,4 +1,9 @@
-"""Expert-parallel Mixture-of-Experts layer for JAX: one call, deterministic to the bit."""
+"""Expert-parallel Mixture-of-Experts layer for JAX: one call, deterministic to the bit.
+
+Beside the names here, `jax_mok.router` has routers, their losses and loads, and `jax_mok.quantize`
+arrays in MXFP8. What needs other libraries is imported by its own name: `jax_mok.flax`,
+`jax_mok.equinox`, `jax_mok.checkpoints`.
+"""
 
 import importlib.util
 import pkgutil
@@ -7,7 +12,7 @@ import pkgutil
 # installed copy.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jax_mok.versions import check_jax_version
+from jax_mok.versions import check_jax_version, package_version
 
 check_jax_version()
 if importlib.util.find_spec("jax_mok._native") is None:
@@ -16,6 +21,7 @@ if importlib.util.find_spec("jax_mok._native") is None:
     )
 
 from jax_mok import ffi as _ffi  # noqa: E402
+from jax_mok import quantize, router  # noqa: E402
 from jax_mok.choices import ChoiceCounts  # noqa: E402
 from jax_mok.config import MoEConfig  # noqa: E402
 from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError  # noqa: E402
@@ -27,6 +33,8 @@ from jax_mok.plan import Plan, build_plan  # noqa: E402
 from jax_mok.precision import prepare_weights  # noqa: E402
 from jax_mok.reference import reference_moe  # noqa: E402
 
+__version__ = package_version()
+
 _ffi.register()
 
 __all__ = [
@@ -37,6 +45,7 @@ __all__ = [
     "MoEInputError",
     "MoETimeoutError",
     "Plan",
+    "__version__",
     "build_plan",
     "check",
     "export_safety_checks",
@@ -44,6 +53,8 @@ __all__ = [
     "moe",
     "moe_ffn",
     "prepare_weights",
+    "quantize",
     "reference_moe",
     "remat_policy",
+    "router",
 ]

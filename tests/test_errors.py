@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
+import subprocess
 import sys
 import time
 import types
@@ -18,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mok
 from jax_mok import faults
-from jax_mok.versions import check_jax_version
+from jax_mok.versions import check_jax_version, package_version
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 8, 16, 24, 8, 2
 
@@ -353,6 +355,24 @@ def test_unsupported_jax_versions_are_refused(version):
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2), (0, 12, 9)])
 def test_supported_jax_versions_are_accepted(version):
     check_jax_version(version)
+
+
+def test_import_alone_gives_router_quantize_and_version():
+    code = "import jax_mok; print(jax_mok.router.Router(2), jax_mok.quantize.BLOCK)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("Router(top_k=2")
+    assert set(jax_mok.__all__) >= {"router", "quantize", "__version__"}
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2.3 of {name}")
+    assert package_version() == "1.2.3 of jax_mok"
+
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    assert package_version() == "0+unknown"
 
 
 @pytest.mark.parametrize(("module", "needs"), [("flax", "flax"), ("equinox", "equinox")])
