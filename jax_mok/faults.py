@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import collections
+from typing import NamedTuple
 
 from jax_mok import _native, ffi
 from jax_mok.errors import MoEError, MoEInputError, MoETimeoutError
+from jax_mok.text import spans
 
 _MOST_LINES = 8
+
+
+class _Told(NamedTuple):
+    """A fault in words: `before`, then the rank or GPU and the group it is of, then `after`."""
+
+    before: str
+    noun: str
+    number: int
+    group: str
+    after: str
 
 
 def check() -> None:
@@ -30,9 +42,17 @@ def check() -> None:
         faults += ffi.cuda.take_faults()
     if not faults:
         return
-    times = collections.Counter(map(_describe, faults))
-    lines = [f"{line}, {n} times" if n > 1 else line for line, n in times.items()]
-    more = dropped + sum(n for n in list(times.values())[_MOST_LINES:])
+    # What differs in its rank or GPU only is one line.
+    numbers = collections.defaultdict(list)
+    for told, n in collections.Counter(map(_describe, faults)).items():
+        numbers[told._replace(number=-1), n].append(told.number)
+    lines = []
+    for (told, n), places in numbers.items():
+        several = len(places) > 1
+        who = f"{told.noun}{'s' if several else ''} {spans(places)}{told.group}"
+        line = f"{told.before}{who}{' each' if several else ''} {told.after}"
+        lines.append(f"{line}, {n} times" if n > 1 else line)
+    more = dropped + sum(n * len(places) for (_, n), places in [*numbers.items()][_MOST_LINES:])
     if more:
         lines = [*lines[:_MOST_LINES], f"and {more} more faults"]
     kinds = {fault["kind"] for fault in faults}
@@ -42,13 +62,17 @@ def check() -> None:
     raise error("\n".join(lines))
 
 
-def _describe(fault: _native.Fault) -> str:
+def _describe(fault: _native.Fault) -> _Told:
     group = f" of group {fault['group']}" if fault["group"] else ""
     if fault["kind"] == "other_call":
-        return (
-            f"rank {fault['rank']} came to a call, and rank {fault['peer']} to one of other sizes "
-            f"or directions: epoch {fault['expected']}, seen {fault['seen']}; their outputs "
-            "are NaN (of build_plan: empty). All ranks have to run the same program"
+        return _Told(
+            "",
+            "rank",
+            fault["rank"],
+            "",
+            f"came to a call, and rank {fault['peer']} to one of other sizes or directions: epoch "
+            f"{fault['expected']}, seen {fault['seen']}; their outputs are NaN (of build_plan: "
+            "empty). All ranks have to run the same program",
         )
     if fault["operation"] == "meeting":
         late = fault["seen"] < fault["expected"]
@@ -57,25 +81,41 @@ def _describe(fault: _native.Fault) -> str:
             if late
             else f"came to a call in which rank {fault['peer']} had failed"
         )
-        return (
-            f"rank {fault['rank']} {what}: epoch {fault['expected']}, seen {fault['seen']}; its "
-            "output is NaN (of build_plan: empty). Later calls are right once all ranks have "
-            "caught up; if they stay NaN, a rank has left a call out: restart the processes"
+        return _Told(
+            "",
+            "rank",
+            fault["rank"],
+            "",
+            f"{what}: epoch {fault['expected']}, seen {fault['seen']}; its output is NaN (of "
+            "build_plan: empty). Later calls are right once all ranks have caught up; if they stay "
+            "NaN, a rank has left a call out: restart the processes",
         )
     if fault["kind"] == "timeout":
-        return (
-            f"{fault['operation']}: rank {fault['rank']}{group} waited for rank {fault['peer']}; "
-            f"{fault['seen']} of {fault['expected']} ranks came within MoEConfig.timeout_s"
+        return _Told(
+            f"{fault['operation']}: ",
+            "rank",
+            fault["rank"],
+            group,
+            f"waited for rank {fault['peer']}; {fault['seen']} of {fault['expected']} "
+            "ranks came within MoEConfig.timeout_s",
         )
     if fault["kind"] == "kernel_timeout":
-        return (
-            f"a wait within a kernel on GPU {fault['device']} expired in {fault['seen']} call(s); "
-            "their outputs are NaN. MoEConfig.timeout_s includes the kernel's own time: raise it; "
-            "if such a call takes much less, report a bug"
+        return _Told(
+            "a wait within a kernel on ",
+            "GPU",
+            fault["device"],
+            "",
+            f"expired in {fault['seen']} call(s); the outputs are NaN. MoEConfig.timeout_s "
+            "includes the kernel's own time: raise it; if such a call takes much less, report a "
+            "bug",
         )
-    who = f"rank {fault['rank']}{group}" if fault["rank"] >= 0 else f"GPU {fault['device']}"
-    return (
-        f"{who} had {fault['seen']} expert id(s) outside "
+    knows_rank = fault["rank"] >= 0
+    return _Told(
+        "",
+        "rank" if knows_rank else "GPU",
+        fault["rank"] if knows_rank else fault["device"],
+        group if knows_rank else "",
+        f"had {fault['seen']} expert id(s) outside "
         f"0..{fault['expected'] - 1}; they were treated as masked: mend the router, or use -1 for "
-        "masked choices"
+        "masked choices",
     )

@@ -261,6 +261,40 @@ def test_a_recorded_fault_is_raised_by_the_next_call():
     call()
 
 
+def test_ranks_with_the_same_fault_share_a_line():
+    wild = np.full_like(operands()["expert_ids"], EXPERTS)
+    jax.block_until_ready(call(expert_ids=wild))
+    with pytest.raises(jax_mok.MoEInputError) as error:
+        jax_mok.check()
+    assert str(error.value).startswith("ranks 0-3 each had 16 expert id(s) outside 0..7; they were")
+    assert "\n" not in str(error.value)
+
+
+def test_lines_shared_by_some_ranks_name_these(monkeypatch):
+    def out_of_range(rank, group, device, seen=1):
+        fault = dict(kind="expert_out_of_range", operation="plan", peer=-1, expected=EXPERTS)
+        return fault | dict(rank=rank, group=group, device=device, seen=seen)
+
+    recorded = [
+        *(out_of_range(rank, 1, -1) for rank in (0, 1, 2, 5)),
+        *(out_of_range(rank, 1, -1) for rank in (7, 7)),
+        out_of_range(6, 1, -1, seen=3),
+        *(out_of_range(-1, 0, device) for device in (0, 1)),
+    ]
+    gpus = types.SimpleNamespace(take_faults=lambda: recorded)
+    monkeypatch.setattr(faults.ffi, "cuda", gpus)
+    with pytest.raises(jax_mok.MoEInputError) as error:
+        jax_mok.check()
+    lines = str(error.value).splitlines()
+    assert [line.split(" had ")[0] for line in lines] == [
+        "ranks 0-2, 5 of group 1 each",
+        "rank 7 of group 1",
+        "rank 6 of group 1",
+        "GPUs 0-1 each",
+    ]
+    assert [line.endswith(", 2 times") for line in lines] == [False, True, False, False]
+
+
 def test_many_faults_are_told_briefly():
     step = jax.jit(lambda ids: call(expert_ids=ids))
     wild = np.full_like(operands()["expert_ids"], EXPERTS)
