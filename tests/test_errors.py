@@ -329,9 +329,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_time_out():
         )
     )
     start = time.monotonic()
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"plan waited 1 s for rank 2 of 4; 3 came"
-    ):
+    told = r"plan waited 1 s for rank 2 of 4; 3 came\. .*: is it in one branch of a lax.cond, or in"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
         jax.block_until_ready(step(*operands().values()))
     assert time.monotonic() - start < 60
     with pytest.raises(jax_mok.MoETimeoutError, match="waited for rank 2; 3 of 4 ranks came"):

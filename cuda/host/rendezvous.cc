@@ -84,9 +84,9 @@ std::string describe_missing(const Meeting& meeting, const std::vector<int32_t>&
     text << (i ? ", " : " ") << missing[i];
   }
   text << " of " << meeting.first.ranks << "; " << meeting.arrived
-       << " came. Every rank must make the call, and all ranks must be devices of one process "
-          "(MoEConfig.composition='auto' sees to that). If the machine is only slow, raise "
-          "MoEConfig.timeout_s.";
+       << " came. Every rank must make the call: is it in one branch of a lax.cond, or in loops of "
+          "unequal length? If the machine is only slow, raise MoEConfig.timeout_s. All ranks must "
+          "be devices of one process, too (MoEConfig.composition='auto' sees to that).";
   return text.str();
 }
 
