@@ -31,7 +31,7 @@ from jax_mok.sharding import (
     vary,
     varying_axes,
 )
-from jax_mok.transforms import guard, refuse_when_lowered
+from jax_mok.transforms import guard, refuse_forward_mode, refuse_when_lowered
 from jax_mok.validate import check_derivable, check_experts, check_operands
 
 _ROUTES_NAME = "jax_mok_routes"
@@ -141,7 +141,8 @@ def moe_ffn(
     expert_ids = checkpoint_name(expert_ids, _ROUTES_NAME)
     expert_weights = checkpoint_name(expert_weights, _ROUTES_NAME)
     weights = Weights(*map(precision.constants, weights))
-    y = _moe(call, x, expert_weights, weights, expert_ids) if tokens else vary(x, call.axes)
+    operands = jax.tree.map(refuse_forward_mode, (x, expert_weights, weights))
+    y = _moe(call, *operands, expert_ids) if tokens else vary(x, call.axes)
     return (y, count_choices(expert_ids, num_experts)) if counts else y
 
 

@@ -18,13 +18,15 @@ _guard_p.def_abstract_eval(lambda value: value)
 def _refuse_vmap(*_: Any) -> NoReturn:
     raise MoEError(
         "jax.vmap of the MoE layer is not supported: fold the batch into the tokens, "
-        "x.reshape(-1, x.shape[-1]), and likewise expert_ids and expert_weights"
+        "x.reshape(-1, x.shape[-1]), and likewise expert_ids and expert_weights (jax.jacrev and "
+        "jax.jacfwd use vmap)"
     )
 
 
 def _refuse_derivative(*_: Any) -> NoReturn:
     raise MoEError(
-        "the MoE layer has first derivatives in reverse mode only: use jax.grad or jax.vjp once"
+        "the MoE layer has first derivatives in reverse mode only, so not those of jax.jvp, "
+        "jax.jacfwd and jax.hessian: use jax.grad or jax.vjp once"
     )
 
 
@@ -36,6 +38,37 @@ mlir.register_lowering(_guard_p, lambda _, value: [value])
 def guard(value: jax.Array) -> jax.Array:
     """Returns value; raises MoEError under `jax.vmap` or a second derivative."""
     return _guard_p.bind(value)
+
+
+# Tangents go through a primitive that can be transposed, which is all that reverse mode does to it,
+# but not computed: JAX's own refusal of forward mode names the wrong thing if it is called eagerly.
+_tangent_p = Primitive("jax_mok_tangent")
+_tangent_p.def_impl(_refuse_derivative)
+_tangent_p.def_abstract_eval(lambda value: value)
+ad.primitive_jvps[_tangent_p] = _refuse_derivative
+ad.primitive_transposes[_tangent_p] = lambda cotangent, _: [cotangent]
+batching.primitive_batchers[_tangent_p] = _refuse_derivative
+mlir.register_lowering(_tangent_p, _refuse_derivative)
+
+_reverse_p = Primitive("jax_mok_reverse")
+_reverse_p.def_impl(lambda value: value)
+_reverse_p.def_abstract_eval(lambda value: value)
+
+
+def _pass_tangent(values: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    (tangent,) = tangents
+    is_zero = isinstance(tangent, ad.Zero)
+    return _reverse_p.bind(*values), tangent if is_zero else _tangent_p.bind(tangent)
+
+
+ad.primitive_jvps[_reverse_p] = _pass_tangent
+batching.primitive_batchers[_reverse_p] = _refuse_vmap
+mlir.register_lowering(_reverse_p, lambda _, value: [value])
+
+
+def refuse_forward_mode(value: jax.Array) -> jax.Array:
+    """Returns value; raises MoEError if its tangent is computed, as `jax.jvp` does."""
+    return _reverse_p.bind(value)
 
 
 _constant_p = Primitive("jax_mok_constant")

@@ -426,6 +426,40 @@ def test_second_derivatives_are_refused(inputs):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(inputs.x)
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit, jax.checkpoint])
+def test_forward_mode_is_refused(inputs, wrap):
+    layer = wrap(layer_on(harness.mesh_of(RANKS), inputs))
+    x, *others = map(jnp.asarray, primals(inputs))
+    of_x = lambda x: layer(x, *others)  # noqa: E731
+    refused = pytest.raises(jax_mok.MoEError, match="first derivatives in reverse mode only")
+    with refused:
+        jax.jvp(of_x, (x,), (x,))
+    with refused:
+        jax.linearize(of_x, x)[1](x)
+    with refused:
+        jax.jacfwd(of_x)(x)
+
+
+@pytest.mark.parametrize("argument", range(5))
+def test_forward_mode_is_refused_for_any_operand(inputs, argument):
+    layer = layer_on(harness.mesh_of(RANKS), inputs)
+    operands = [*map(jnp.asarray, primals(inputs))]
+
+    def of_one(value):
+        return layer(*operands[:argument], value, *operands[argument + 1 :])
+
+    value = operands[argument]
+    with pytest.raises(jax_mok.MoEError, match="first derivatives in reverse mode only"):
+        jax.jit(lambda value: jax.jvp(of_one, (value,), (value,)))(value)
+
+
+def test_whole_jacobians_name_the_vmap_within_them(inputs):
+    layer = layer_on(harness.mesh_of(RANKS), inputs)
+    message = r"into the tokens, .* \(jax.jacrev and jax.jacfwd use vmap\)"
+    with pytest.raises(jax_mok.MoEError, match=message):
+        jax.jit(jax.jacrev(layer))(*primals(inputs))
+
+
 def test_platforms_without_kernels_are_refused_when_lowered(inputs):
     layer = layer_on(harness.mesh_of(RANKS), inputs)
 
