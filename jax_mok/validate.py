@@ -30,7 +30,7 @@ def check_ids(expert_ids: jax.Array) -> None:
 def check_experts(num_experts: int, ranks: int, axis_name: str) -> None:
     """Refuses a number of experts that the mesh axis cannot share out."""
     if not isinstance(num_experts, numbers.Integral) or isinstance(num_experts, bool):
-        raise MoEInputError(f"num_experts must be an integer, got {num_experts!r}")
+        raise MoEInputError(f"the number of experts must be an integer, got {num_experts!r}")
     if num_experts < 1 or num_experts % ranks:
         raise MoEInputError(
             f"{num_experts} experts cannot be divided among the {ranks} ranks of mesh "
@@ -119,8 +119,11 @@ def _check_array(
         raise MoEInputError(f"{name} must be an array, got {type(value).__name__}")
     wanted = f"[{', '.join(dimensions)}]"
     if value.ndim != len(dimensions):
-        fold = dimensions[0] == "T" and value.ndim > len(dimensions)
-        advice = ": fold its leading dimensions into the tokens with .reshape" if fold else ""
+        advice = ""
+        if dimensions[0] == "T" and value.ndim > len(dimensions):
+            advice = ": fold its leading dimensions into the tokens with .reshape"
+        elif tuple(dimensions) == ("T", "K") and value.ndim == 1:
+            advice = f": for one choice use {name}[:, None]"
         raise MoEInputError(
             f"{name} has shape {list(value.shape)}; it must have dimensions {wanted}{advice}"
         )
