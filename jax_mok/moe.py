@@ -24,8 +24,10 @@ from jax_mok.layout import make_layout
 from jax_mok.plan import Plan, gather_plan_on_gpu, make_plan
 from jax_mok.precision import Weight, Weights
 from jax_mok.sharding import (
-    check_axis_name,
+    check_axis,
+    check_committed,
     check_partitioned,
+    find_mesh,
     find_position,
     sum_replicas,
     vary,
@@ -155,7 +157,7 @@ def moe(
     w_up: Weight,
     w_down: Weight,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None = None,
     axis_name: str,
     config: MoEConfig | None = None,
     counts: Literal[False] = False,
@@ -171,7 +173,7 @@ def moe(
     w_up: Weight,
     w_down: Weight,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None = None,
     axis_name: str,
     config: MoEConfig | None = None,
     counts: Literal[True],
@@ -186,7 +188,7 @@ def moe(
     w_up: Weight,
     w_down: Weight,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None = None,
     axis_name: str,
     config: MoEConfig | None = None,
     counts: bool = False,
@@ -200,7 +202,8 @@ def moe(
       w_gate: [experts, H, I]; experts is a multiple of the axis' size.
       w_up: [experts, H, I].
       w_down: [experts, I, H].
-      mesh: the mesh.
+      mesh: the mesh; None: that of `jax.set_mesh`. In a function that is compiled the latter does
+        not tell its devices, with what that means for `MoEConfig.composition`.
       axis_name: mesh axis over which experts are partitioned; each position along the other axes
         is a group of ranks of its own, with the same weights.
       config: options.
@@ -210,20 +213,15 @@ def moe(
       y: [T, H], sharded as the tokens; with `counts` a pair of y and them.
 
     Raises:
-      MoEInputError: as `moe_ffn`, for an axis that the mesh lacks, or tokens it cannot share out.
+      MoEInputError: as `moe_ffn`, without a mesh, for an axis that it lacks, tokens it cannot share
+        out, or, outside `jax.jit`, operands that are committed to other devices.
     """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MoEInputError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise MoEInputError(
             "moe was called inside jax.shard_map: call moe_ffn there, on this device's arrays"
         )
-    check_axis_name(axis_name)
-    if axis_name not in mesh.axis_names:
-        raise MoEInputError(
-            f"axis_name={axis_name!r} is not an axis of the mesh; "
-            f"its axes are {', '.join(map(repr, mesh.axis_names))}"
-        )
+    mesh = find_mesh(mesh)
+    check_axis(mesh, axis_name)
     config = config_or_default(config)
     check_operands(x, expert_ids, expert_weights, Weights(w_gate, w_up, w_down), config)
     if x.shape[0] % mesh.size:
@@ -247,6 +245,8 @@ def moe(
     tokens, experts = P(mesh.axis_names), P(axis_name)
     specs = (tokens, tokens, tokens, experts, experts, experts)
     operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    names = ("x", "expert_ids", "expert_weights", "w_gate", "w_up", "w_down")
+    check_committed(mesh, dict(zip(names, zip(operands, specs, strict=True), strict=True)))
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

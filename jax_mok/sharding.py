@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_mok.errors import MoEInputError
 
@@ -39,6 +40,76 @@ def check_axis_name(axis_name: object) -> None:
     """Refuses what names no single axis."""
     if not isinstance(axis_name, str):
         raise MoEInputError(f"axis_name={axis_name!r} must be the name of one mesh axis, a string")
+
+
+def check_mesh(mesh: object) -> None:
+    """Refuses what is no mesh."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MoEInputError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}: make one with "
+            "jax.make_mesh"
+        )
+
+
+def check_axis(mesh: Mesh | AbstractMesh, axis_name: object) -> None:
+    """Refuses what names no axis of the mesh."""
+    check_axis_name(axis_name)
+    if axis_name not in mesh.axis_names:
+        raise MoEInputError(
+            f"axis_name={axis_name!r} is not an axis of the mesh; "
+            f"its axes are {', '.join(map(repr, mesh.axis_names))}"
+        )
+
+
+def find_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    """The mesh, or for None that of `jax.set_mesh`: with its devices unless JAX is tracing.
+
+    Raises:
+      MoEInputError: if it is no mesh, or there is none.
+    """
+    if mesh is not None:
+        check_mesh(mesh)
+        return mesh
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        raise MoEInputError(
+            "mesh was not given, and no jax.set_mesh says which one to use: give mesh=..., or call "
+            "moe within `with jax.set_mesh(mesh):`"
+        )
+    concrete = _mesh_with_devices()
+    return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
+
+
+def check_committed(mesh: Mesh | AbstractMesh, operands: dict[str, tuple[object, P]]) -> None:
+    """Refuses operands of an eager call that are committed to other devices than the mesh's.
+
+    Args:
+      mesh: of the call.
+      operands: by name, the operand and where it belongs.
+    """
+    # While JAX traces, devices of constants do not matter, and those of operands are not known.
+    if isinstance(mesh, AbstractMesh) or _mesh_with_devices() is None:
+        return
+    devices = set(mesh.devices.flat)
+    for name, (operand, spec) in operands.items():
+        for array in jax.tree.leaves(operand):
+            is_placed = isinstance(array, jax.Array) and array.committed
+            if is_placed and array.devices() != devices:
+                found = [*map(str, array.devices())]
+                where = f"device {found[0]}" if len(found) == 1 else f"{len(found)} devices"
+                axes = spec[0]
+                raise MoEInputError(
+                    f"{name} is committed to {where}, not to the {mesh.size} of the mesh: place it "
+                    f"with jax.device_put({name}, NamedSharding(mesh, PartitionSpec({axes!r})))"
+                )
+
+
+def _mesh_with_devices() -> Mesh | None:
+    """That of `jax.set_mesh`, which may be empty; None while JAX traces, which hides it."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return None
 
 
 def find_position(axis_name: str, caller: str) -> Position:

@@ -56,6 +56,8 @@ def zeros(*shape, dtype=np.float32):
         ({"x": zeros(32, 8)}, r"w_gate has shape \[8, 16, 24\]; \[8, 8, 24\] fits \(H as in x\)"),
         ({"expert_ids": zeros(32, 2)}, "expert_ids has dtype float32; it must be int32"),
         ({"expert_ids": zeros(32, dtype=np.int32)}, r"expert_ids has shape \[32\]; .*\[T, K\]"),
+        ({"expert_ids": zeros(32, dtype=np.int32)}, r"for one choice use expert_ids\[:, None\]"),
+        ({"expert_weights": zeros(32)}, r"for one choice use expert_weights\[:, None\]"),
         ({"expert_ids": zeros(32, 0, dtype=np.int32)}, "at least one choice"),
         ({"expert_weights": zeros(32, 3)}, r"expert_weights has shape \[32, 3\]; \[32, 2\] fits"),
         ({"expert_weights": zeros(32, 2, dtype=jnp.bfloat16)}, "bfloat16; it must be float32"),
@@ -123,6 +125,36 @@ def test_config_of_another_type(value):
 def test_mesh_of_another_type(value):
     with pytest.raises(jax_mok.MoEInputError, match=r"mesh must be a jax.sharding.Mesh, got"):
         call(mesh=value)
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+def test_no_mesh_at_all(wrap):
+    layer = functools.partial(jax_mok.moe, axis_name="ep")
+    with pytest.raises(jax_mok.MoEInputError, match=r"mesh was not given, .*jax.set_mesh\(mesh\)"):
+        wrap(layer)(**operands())
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "message"),
+    [
+        (
+            "x",
+            1,
+            r"x is committed to device .*0, not to the 4 of the mesh: .*\(x, .*\('ep'\)\)\)",
+        ),
+        ("w_up", 2, r"w_up is committed to 2 devices, .*jax.device_put\(w_up, NamedSharding\(mesh"),
+    ],
+)
+def test_operands_committed_elsewhere(name, count, message):
+    placed = jax.device_put(operands()[name], jax.NamedSharding(harness.mesh_of(count), P("ep")))
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        call(**{name: placed})
+
+
+def test_constants_of_a_compiled_call_may_be_committed_anywhere():
+    elsewhere = jax.device_put(operands()["w_up"], jax.devices()[5])
+    y = jax.jit(lambda x: call(x=x, w_up=elsewhere))(operands()["x"])
+    np.testing.assert_array_equal(y, call())
 
 
 def test_unknown_axis_inside_shard_map():

@@ -194,6 +194,26 @@ def test_donated_operands_give_the_same_bits(inputs, expected):
     harness.assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_of_the_context_is_used(inputs, expected, kind):
+    names = ("dp", "ep")
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), names, axis_types=(kind, kind))
+
+    def layer(x, *others, **mesh):
+        return jax_mok.moe(x, inputs.expert_ids, *others, axis_name="ep", **mesh)
+
+    with jax.set_mesh(mesh):
+        eager = layer(*primals(inputs), mesh=None)
+        compiled = jax.jit(layer)(*primals(inputs))
+        gradient = jax.grad(lambda *operands: jnp.sum(layer(*operands) * inputs.dy))
+        dx = gradient(*primals(inputs)), jax.jit(gradient)(*primals(inputs))
+    for y in (eager, compiled):
+        np.testing.assert_array_equal(y, expected.y)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(names)), 2)
+    for each in dx:
+        np.testing.assert_array_equal(each, expected.dx)
+
+
 def test_ahead_of_time_compilation(inputs, expected):
     layer = layer_on(harness.mesh_of(RANKS), inputs)
     compiled = jax.jit(layer).lower(*primals(inputs)).compile()
