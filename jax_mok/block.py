@@ -15,6 +15,8 @@ from jax_mok.config import MoEConfig
 from jax_mok.errors import MoEInputError
 from jax_mok.moe import moe
 from jax_mok.router import Router, Routing
+from jax_mok.sharding import check_axis, check_mesh
+from jax_mok.validate import check_experts
 
 ROUTER_SCALE = 0.02
 """Deviation of a new router's weights: small, so that no expert begins ahead of the others."""
@@ -95,22 +97,21 @@ class Block:
     dtype: DTypeLike | None
 
     def check(self, experts: int) -> None:
-        """Looks whether so many experts fit.
+        """Looks whether so many experts fit, and whether router and mesh are such.
 
         Raises:
-          MoEInputError: if the mesh has no such axis, or it does not divide the experts.
+          MoEInputError: if they are not, the mesh has no such axis, or it does not divide the
+            experts.
         """
-        if self.axis_name not in self.mesh.shape:
+        if not isinstance(self.router, Router):
+            example = self.router if isinstance(self.router, int) else "top_k"
             raise MoEInputError(
-                f"axis_name={self.axis_name!r} is no axis of the mesh, which has "
-                f"{', '.join(map(repr, self.mesh.shape))}"
+                f"router must be a jax_mok.router.Router, got {type(self.router).__name__}: use "
+                f"Router({example})"
             )
-        ranks = self.mesh.shape[self.axis_name]
-        if experts % ranks:
-            raise MoEInputError(
-                f"{experts} experts cannot be divided among the {ranks} devices of mesh axis "
-                f"{self.axis_name!r}"
-            )
+        check_mesh(self.mesh)
+        check_axis(self.mesh, self.axis_name)
+        check_experts(experts, self.mesh.shape[self.axis_name], self.axis_name)
 
     def __call__(self, x: jax.Array, weights: BlockWeights) -> MoEOutput:
         """Applies the chosen experts, and the shared one, to tokens [..., H]."""

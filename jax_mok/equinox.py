@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jax_mok.block import ROUTER_SCALE, Block, BlockWeights, MoEOutput
 from jax_mok.config import MoEConfig
+from jax_mok.errors import MoEInputError
 from jax_mok.router import Router
 
 
@@ -83,10 +84,15 @@ class MoE(eqx.Module):
           param_dtype: of the weights, but for the router's.
 
         Raises:
-          MoEInputError: if the mesh has no such axis, or it does not divide the experts.
+          MoEInputError: if the mesh has no such axis, or it does not divide the experts; or for a
+            router or a key of another type.
         """
         self.block = Block(router, mesh, axis_name, config, dtype)
         self.block.check(experts)
+        if not hasattr(key, "dtype"):
+            raise MoEInputError(
+                f"key must be a JAX key, got {type(key).__name__}: use key=jax.random.key(0)"
+            )
         keys = iter(jax.random.split(key, 7))
         by_expert = jax.nn.initializers.lecun_normal(batch_axis=(0,))
         plain = jax.nn.initializers.lecun_normal()

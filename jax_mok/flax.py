@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jax_mok.block import ROUTER_SCALE, Block, BlockWeights, MoEOutput
 from jax_mok.config import MoEConfig
+from jax_mok.errors import MoEInputError
 from jax_mok.router import Router
 
 
@@ -80,10 +81,15 @@ class MoE(nnx.Module):
           param_dtype: of the weights, but for the router's.
 
         Raises:
-          MoEInputError: if the mesh has no such axis, or it does not divide the experts.
+          MoEInputError: if the mesh has no such axis, or it does not divide the experts; or for a
+            router or random numbers of another type.
         """
         self.block = Block(router, mesh, axis_name, config, dtype)
         self.block.check(experts)
+        if not isinstance(rngs, nnx.Rngs):
+            raise MoEInputError(
+                f"rngs must be a flax.nnx.Rngs, got {type(rngs).__name__}: use rngs=nnx.Rngs(0)"
+            )
 
         normal = nnx.initializers.normal(ROUTER_SCALE)
         self.router_kernel = nnx.Param(normal(rngs.params(), (hidden, experts), jnp.float32))

@@ -235,8 +235,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, name, value, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(ep=3), "8 experts cannot be divided among the 3 devices of mesh axis 'ep'"),
-        (dict(dp=2), "axis_name='ep' is no axis of the mesh, which has 'dp'"),
+        (
+            dict(ep=3),
+            "8 experts .* among the 3 ranks of mesh axis 'ep': use a multiple of 3",
+        ),
+        (dict(dp=2), "axis_name='ep' is not an axis of the mesh; its axes are 'dp'"),
         (dict(layer=4), "no experts of layer=4 under the names of 'mixtral'; .*: 3 to 3"),
         (dict(dtype=jnp.float16), "dtype=float16 must be float32, bfloat16, or None"),
     ],

@@ -126,10 +126,35 @@ def test_serialised_weights_come_back(tmp_path):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        (dict(ep=3), "8 experts cannot be divided among the 3 devices of mesh axis 'ep'"),
-        (dict(dp=2), "axis_name='ep' is no axis of the mesh, which has 'dp'"),
+        (
+            dict(ep=3),
+            "8 experts .* among the 3 ranks of mesh axis 'ep': use a multiple of 3",
+        ),
+        (dict(dp=2), "axis_name='ep' is not an axis of the mesh; its axes are 'dp'"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(axes, message):
     with pytest.raises(jax_mok.MoEInputError, match=message):
         make(mesh_of(**axes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(router=2), r"router must be a jax_mok.router.Router, got int: use Router\(2\)"),
+        (dict(key=0), r"key must be a JAX key, got int: use key=jax.random.key\(0\)"),
+        (dict(mesh=4), "mesh must be a jax.sharding.Mesh, got int: make one with jax.make_mesh"),
+    ],
+)
+def test_arguments_of_other_types_are_named(changes, message):
+    arguments = dict(
+        hidden=HIDDEN,
+        inner=INNER,
+        experts=EXPERTS,
+        router=Router(2),
+        mesh=mesh_of(ep=4),
+        axis_name="ep",
+        key=jax.random.key(0),
+    )
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        MoE(**arguments | changes)

@@ -162,10 +162,39 @@ def test_checkpoints_bring_the_weights_back(tmp_path):
 @pytest.mark.parametrize(
     ("axes", "axis_name", "message"),
     [
-        (dict(ep=3), "ep", "8 experts cannot be divided among the 3 devices of mesh axis 'ep'"),
-        (dict(dp=2), "ep", "axis_name='ep' is no axis of the mesh"),
+        (
+            dict(ep=3),
+            "ep",
+            "8 experts .* among the 3 ranks of mesh axis 'ep': use a multiple of 3",
+        ),
+        (dict(dp=2), "ep", "axis_name='ep' is not an axis of the mesh; its axes are 'dp'"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(axes, axis_name, message):
     with pytest.raises(jax_mok.MoEInputError, match=message):
         make(mesh_of(**axes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(router=2), r"router must be a jax_mok.router.Router, got int: use Router\(2\)"),
+        (dict(router="softmax"), r"router must be .*, got str: use Router\(top_k\)"),
+        (dict(rngs=0), r"rngs must be a flax.nnx.Rngs, got int: use rngs=nnx.Rngs\(0\)"),
+        (dict(mesh=4), "mesh must be a jax.sharding.Mesh, got int: make one with jax.make_mesh"),
+        (dict(mesh=None), "mesh must be a jax.sharding.Mesh, got NoneType"),
+        (dict(experts=8.0), "the number of experts must be an integer, got 8.0"),
+    ],
+)
+def test_arguments_of_other_types_are_named(changes, message):
+    arguments = dict(
+        hidden=HIDDEN,
+        inner=INNER,
+        experts=EXPERTS,
+        router=Router(2),
+        mesh=mesh_of(ep=4),
+        axis_name="ep",
+        rngs=nnx.Rngs(0),
+    )
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        MoE(**arguments | changes)
