@@ -240,7 +240,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, name, value, message):
             "8 experts .* among the 3 ranks of mesh axis 'ep': use a multiple of 3",
         ),
         (dict(dp=2), "axis_name='ep' is not an axis of the mesh; its axes are 'dp'"),
-        (dict(layer=4), "no experts of layer=4 under the names of 'mixtral'; .*: 3 to 3"),
+        (dict(layer=4), "no experts of layer=4 under the names of 'mixtral': it has layer 3$"),
         (dict(dtype=jnp.float16), "dtype=float16 must be float32, bfloat16, or None"),
     ],
 )
@@ -249,9 +249,43 @@ def test_arguments_that_do_not_fit_are_named(tmp_path, arguments, message):
         load(checkpoint(tmp_path), **arguments)
 
 
+def test_layers_that_are_there_are_listed(tmp_path):
+    folder = harness.write(tmp_path / "back", CONFIGS["mixtral"], {}, 2)
+    weights = load(checkpoint(tmp_path / "model")).weights
+    for layer in (1, 2, 5):
+        save_moe_layer(folder, layer, weights)
+    with pytest.raises(jax_mok.MoEInputError, match=r"it has layers 1-2, 5$"):
+        load(folder, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        (
+            "mistralai/Mixtral-8x7B-v0.1",
+            "mistralai/Mixtral-8x7B-v0.1 --local-dir Mixtral-8x7B-v0.1",
+        ),
+        ("no/such/folder", "ORGANISATION/MODEL --local-dir MODEL"),
+    ],
+)
+def test_what_is_no_folder_is_to_be_downloaded_first(tmp_path, monkeypatch, path, command):
+    monkeypatch.chdir(tmp_path)
+    message = f"path='{path}' is no local folder: download it first, .*`hf download {command}`, and"
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        load(path)
+
+
+def test_a_folder_to_save_in_must_be_there(tmp_path):
+    weights = load(checkpoint(tmp_path)).weights
+    with pytest.raises(
+        jax_mok.MoEInputError, match="is no local folder: make it, and copy the mod"
+    ):
+        save_moe_layer(tmp_path / "none", LAYER, weights)
+
+
 def test_experts_under_another_models_names_are_not_found(tmp_path):
     folder = harness.write(tmp_path, CONFIGS["qwen3_moe"], harness.draw("mixtral"))
-    with pytest.raises(jax_mok.MoEInputError, match="'qwen3_moe'; layers that have: none at all"):
+    with pytest.raises(jax_mok.MoEInputError, match="under the names of 'qwen3_moe': it has none"):
         load(folder)
 
 

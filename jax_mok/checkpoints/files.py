@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -124,6 +125,18 @@ class Tensors:
                 ) from error
             self._opened[file] = self._stack.enter_context(opened)
         return self._opened[file]
+
+
+def find_folder(path: str | os.PathLike[str], advice: str) -> pathlib.Path:
+    """The folder.
+
+    Raises:
+      MoEInputError: with the advice, if there is none.
+    """
+    folder = pathlib.Path(path)
+    if not folder.is_dir():
+        raise MoEInputError(f"path={str(path)!r} is no local folder: {advice}")
+    return folder
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax_mok.errors import MoEInputError
 from jax_mok.router import Router
+from jax_mok.text import spans
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
@@ -180,11 +181,11 @@ def find_layout(model: Model, layer: int, names: Collection[str]) -> Layout:
     found = [match for name in names if (match := pattern.match(name))]
     ours = [match for match in found if int(match[2]) == layer]
     if not ours:
-        numbers = sorted({int(match[2]) for match in found})
-        which = f"{numbers[0]} to {numbers[-1]}" if numbers else "none at all"
+        numbers = {int(match[2]) for match in found}
+        which = f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)}" if numbers else "none"
         raise MoEInputError(
-            f"the checkpoint has no experts of layer={layer} under the names of {model.kind!r}; "
-            f"layers that have: {which}"
+            f"the checkpoint has no experts of layer={layer} under the names of {model.kind!r}: "
+            f"it has {which}"
         )
     layout = Layout(model, ours[0][1], stacked=any(match[3] is None for match in ours))
     beginnings = tuple(f"{layout.layer}.{block}." for block in blocks)

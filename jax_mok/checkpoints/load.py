@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_mok.block import Block, BlockWeights
-from jax_mok.checkpoints.files import Tensors, read_json
+from jax_mok.checkpoints.files import Tensors, find_folder, read_json
 from jax_mok.checkpoints.formats import (
     PROJECTIONS,
     Layout,
@@ -66,11 +66,11 @@ def load_moe_layer(
       The router, and its and the experts' weights.
 
     Raises:
-      MoEInputError: if the model is none that the layer computes, there is no such MoE layer, its
-        tensors are not those that config.json calls for, or the mesh axis does not divide the
-        experts.
+      MoEInputError: if there is no such folder, the model is none that the layer computes, there is
+        no such MoE layer, its tensors are not those that config.json calls for, or the mesh axis
+        does not divide the experts.
     """
-    folder = pathlib.Path(path)
+    folder = find_folder(path, _how_to_download(os.fspath(path)))
     model = read_model(read_json(folder / "config.json"))
     Block(model.router, mesh, axis_name, None, None).check(model.experts)
     with Tensors(folder) as tensors:
@@ -90,6 +90,16 @@ def load_moe_layer(
             shared=shared,
         )
     return MoELayerWeights(model.router, weights)
+
+
+def _how_to_download(path: str) -> str:
+    """Advice to whoever gave the Hub's name of a model, perhaps, instead of a folder."""
+    name = path if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else "ORGANISATION/MODEL"
+    folder = name.rpartition("/")[2]
+    return (
+        f"download it first, for example `hf download {name} --local-dir {folder}`, and give that "
+        "folder"
+    )
 
 
 class _Reader(NamedTuple):

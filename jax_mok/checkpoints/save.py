@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-import pathlib
 
 import jax
 import numpy as np
 
 from jax_mok.block import BlockWeights
-from jax_mok.checkpoints.files import check_absent, extend_index, read_json, write
+from jax_mok.checkpoints.files import (
+    check_absent,
+    extend_index,
+    find_folder,
+    read_json,
+    write,
+)
 from jax_mok.checkpoints.formats import PROJECTIONS, Layout, Model, read_model
 from jax_mok.errors import MoEInputError
 
@@ -32,7 +37,7 @@ def save_moe_layer(path: str | os.PathLike[str], layer: int, weights: BlockWeigh
         that config.json calls for, or are partitioned otherwise than over experts, or the folder
         has weights that would not be overwritten.
     """
-    folder = pathlib.Path(path)
+    folder = find_folder(path, "make it, and copy the model's config.json there")
     model = read_model(read_json(folder / "config.json"))
     layout = Layout(model, f"model.layers.{layer}", stacked=False)
     _check_shapes(model, weights)
