@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mok.bench import bound, kernels, timing
+from jax_mok.bench import __main__ as bench_main
+from jax_mok.bench import bound, kernels, tables, timing
 from jax_mok.bench.chains import Chain
 from jax_mok.bench.routes import KINDS, draw_routes
 from jax_mok.bench.shapes import Shape
@@ -42,6 +44,9 @@ def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
     assert finished.returncode == 0, finished.stderr
     assert f"{devices} x cpu" in finished.stdout
     assert "composition composed" in finished.stdout
+    assert finished.stderr.startswith("layer: the layer on GPUs, as shares of cuBLAS")
+    assert "half a minute at toy size" in finished.stderr.splitlines()[0]
+    assert "\N{EN DASH}" in finished.stdout
     assert "not measured: link and memory" in finished.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["link_bytes_per_s"] is None
@@ -89,6 +94,27 @@ def test_curves_are_measured_and_drawn(tmp_path):
         assert len(values) > 1
         assert values == sorted(set(values))
     assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", bench_main._MEASUREMENTS)
+def test_what_is_measured_is_said_at_once(name, monkeypatch, capsys):
+    def stop(module):
+        raise ModuleNotFoundError(module)
+
+    monkeypatch.setattr(bench_main.importlib, "import_module", stop)
+    monkeypatch.setattr(sys, "argv", ["bench", name])
+    with pytest.raises(SystemExit):
+        bench_main.main()
+    assert re.match(rf"{name}: the|{name}: training|{name}: which", capsys.readouterr().err)
+    monkeypatch.setattr(sys, "argv", ["bench", name, "--helpfull"])
+    with pytest.raises(SystemExit):
+        bench_main.main()
+    assert capsys.readouterr().err == ""
+
+
+def test_figures_of_which_no_digit_is_left_are_dashes():
+    shown = [tables.figure(value, ".1f") for value in (0.0, 0.04, -0.04, 0.05001, 10.0)]
+    assert shown == ["\N{EN DASH}"] * 3 + ["0.1", "10.0"]
 
 
 def test_the_gpu_with_most_rows_is_found():

@@ -18,6 +18,17 @@ _MEASUREMENTS = {
     "timeline": "which SM of a GPU does what when inside the kernel",
 }
 
+# On two cores of an AMD EPYC with other jobs beside them.
+_AT_TOY_SIZE = {
+    "cpu": "half a minute on two cores",
+    "layer": "half a minute at toy size (--platform=cpu) on two cores",
+    "link": "a minute at toy size (--platform=cpu) on two cores",
+    "peers": "a minute at toy size (--platform=cpu) on two cores",
+    "rack": "some seconds at toy size (--shapes=toy) on two cores",
+    "scaling": "three minutes at toy size (--platform=cpu) on two cores",
+    "train": "three minutes at toy size (--platform=cpu) on two cores",
+}
+
 
 def main() -> None:
     """Runs `python -m jax_mok.bench <name> [flags]`."""
@@ -28,6 +39,10 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in _MEASUREMENTS:
         found = f"got {sys.argv[1]!r}; " if len(sys.argv) > 1 else ""
         sys.exit(f"{found}name a measurement: {usage}")
+    if not any(flag.lstrip("-").startswith("help") for flag in sys.argv[2:]):
+        # Before the imports, which take seconds themselves; the table comes at the end.
+        takes = _AT_TOY_SIZE.get(sys.argv[1], "on a GPU only")
+        print(f"{sys.argv[1]}: {_MEASUREMENTS[sys.argv[1]]}; {takes}", file=sys.stderr, flush=True)
     try:
         measurement = importlib.import_module(f"jax_mok.bench.{sys.argv.pop(1)}")
     except ModuleNotFoundError as error:

@@ -41,7 +41,7 @@ from jax_mok.bench.session import (
     write_json,
 )
 from jax_mok.bench.shapes import Shape
-from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
+from jax_mok.bench.tables import figure, open_report, passes_of, plus_minus, print_not_measured
 from jax_mok.bench.tiles import best_tiles
 from jax_mok.bench.timing import Times
 from jax_mok.config import MoEConfig
@@ -329,7 +329,7 @@ def _report(measured: dict[str, Any]) -> None:
                 name,
                 peer,
                 plus_minus(seconds),
-                f"{row['tflops']:.0f}",
+                figure(row["tflops"], ".0f"),
                 f"{row['share']:.3f}",
                 f"{row['times_ours']:.2f}",
                 row["note"],

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from jax_mok.bench.rack_model import BIN_S, MACHINES, MXFP8_BYTES, Case, Outcome, simulate
 from jax_mok.bench.shapes import SHAPES, TOY, Shape
-from jax_mok.bench.tables import open_console
+from jax_mok.bench.tables import figure, open_console
 from jax_mok.config import TILE_ROWS, MoEConfig
 from jax_mok.layout import make_layout
 
@@ -184,8 +184,8 @@ def _report(measured: dict[str, Any]) -> None:
                 name,
                 point["varied"],
                 str(point["value"]),
-                *(f"{point[key] * 1e3:.3f}" for key in ("layer_s", "compute_s", "link_s")),
-                f"{point['tokens_s'] * 1e3:.2f}",
+                *(figure(point[key] * 1e3, ".3f") for key in ("layer_s", "compute_s", "link_s")),
+                figure(point["tokens_s"] * 1e3, ".2f"),
                 f"{waiting['tokens']:.1%}",
                 f"{waiting['hidden'] + waiting['ring']:.1%}",
                 f"{waiting['link']:.1%}",

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_measured
+from jax_mok.bench.tables import figure, open_report, passes_of, plus_minus, print_not_measured
 
 _CAPTION = """\
 share: of the product's TFLOP/s; bound: the larger of arithmetic and link, and its share of the
@@ -49,8 +49,8 @@ def summary(name: str, modes: dict[str, Any]) -> str:
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         plus_minus(row["layer_s"]),
-        f"{row['tflops']:.0f}",
-        f"{row['product_tflops']:.0f}",
+        figure(row["tflops"], ".0f"),
+        figure(row["product_tflops"], ".0f"),
         f"{row['share']:.3f}",
         "" if row["bound_s"] is None else f"{row['bound_s'] * 1e3:.3f}",
         "" if row["bound_s"] is None else f"{row['share_of_bound']:.3f}",

@@ -41,6 +41,12 @@ def plus_minus(times: dict[str, float], unit: float = 1e3, digits: str = ".3f") 
     return f"{times['median'] * unit:{digits}} ± {spread * unit:{digits}}"
 
 
+def figure(value: float, digits: str) -> str:
+    """The value, or a dash where so few digits show nothing of it."""
+    shown = f"{value:{digits}}"
+    return shown if any(digit in shown for digit in "123456789") else "\N{EN DASH}"
+
+
 def print_not_measured(console: Console, measured: dict[str, Any]) -> None:
     """What there is not on these devices, a line each."""
     for line in measured["not_measured"]:
