@@ -7,6 +7,7 @@ devices on a machine without one. The model and Adam's moments go to --save, fro
 goes on.
 """
 
+import logging
 import math
 import os
 import sys
@@ -124,6 +125,8 @@ def main(argv: list[str]) -> None:
     """Trains, saves and reports; bad input ends the program with its message."""
     if argv[1:]:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; all options are --flags")
+    # JAX's notes on backends that this machine does not have look like errors.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         _run()
     except InputError as error:

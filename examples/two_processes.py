@@ -7,6 +7,7 @@ find each other through jax.distributed. A cluster's launcher starts them on sev
 instead; then --coordinator is the address of the first one's machine.
 """
 
+import logging
 import socket
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> None:
     """Starts the processes, or is one of them."""
     if argv[1:]:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; all options are --flags")
+    # JAX's notes on backends that this machine does not have look like errors.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     if FLAGS.coordinator is None:
         sys.exit(_start_both())
     jax.distributed.initialize(
