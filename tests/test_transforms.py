@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import Inputs, Outputs
 
 import jax_mok
+from jax_mok.sharding import find_mesh
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 24, 16, 24, 8, 2
 
@@ -212,6 +213,15 @@ def test_the_mesh_of_the_context_is_used(inputs, expected, kind):
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(names)), 2)
     for each in dx:
         np.testing.assert_array_equal(each, expected.dx)
+
+
+def test_the_mesh_of_the_context_tells_its_devices_but_to_compiled_functions():
+    mesh = harness.mesh_of(RANKS)
+    with jax.set_mesh(mesh):
+        assert find_mesh(None) == mesh
+        found = []
+        jax.jit(lambda: found.append(find_mesh(None)))()
+    assert found == [mesh.abstract_mesh]
 
 
 def test_ahead_of_time_compilation(inputs, expected):

@@ -24,7 +24,7 @@ _AT_TOY_SIZE = {
     "layer": "half a minute at toy size (--platform=cpu) on two cores",
     "link": "a minute at toy size (--platform=cpu) on two cores",
     "peers": "a minute at toy size (--platform=cpu) on two cores",
-    "rack": "some seconds at toy size (--shapes=toy) on two cores",
+    "rack": "some seconds at toy size (--shapes=toy) on two cores, at its own many minutes",
     "scaling": "three minutes at toy size (--platform=cpu) on two cores",
     "train": "three minutes at toy size (--platform=cpu) on two cores",
 }
