@@ -1,18 +1,16 @@
 """The timeline's records: what is made of them. The kernel that writes them runs on GPUs only."""
 
-import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
-from rich.progress import Progress
 from test_bench import run
 
-from jax_mok.bench import records, timeline, timeline_plot
+from jax_mok.bench import records, timeline_plot
 from jax_mok.bench.records import MULTIPLY, PULL, RECORD, SCHEDULE
-from jax_mok.bench.session import open_session
 
 SMS, ITEMS = 4, 6
 
@@ -79,22 +77,28 @@ def test_a_picture_is_drawn(tmp_path):
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
-def test_shares_are_printed_and_written(tmp_path, monkeypatch, capsys):
-    """As on a GPU, whose records are made up."""
-    monkeypatch.setattr(timeline, "record", lambda session: [a_kernel(10**15)])
-    arguments = ["timeline", "--platform=cpu", f"--json={tmp_path / 't.json'}", "--shapes=toy"]
-    with flagsaver.flagsaver():
-        flags.FLAGS(arguments)
-        session = open_session([""], Progress())
-        monkeypatch.setattr(
-            timeline, "open_session", lambda *_: dataclasses.replace(session, on_gpus=True)
-        )
-        timeline.main([""])
-    assert "│ gate and up   │" in capsys.readouterr().out
-    (shares,) = (
-        each["shares"] for each in json.loads((tmp_path / "t.json").read_text())["shapes"].values()
-    )
-    assert shares[records.IDLE] == pytest.approx(5 / 59)
+# As on a GPU, whose records are made up; in a process of its own, since measurements share flags.
+MADE_UP = """
+import dataclasses, sys
+from absl import app
+from test_bench_timeline import a_kernel
+from jax_mok.bench import timeline
+
+open_session = timeline.open_session
+timeline.record = lambda session: [a_kernel(10**15)]
+timeline.open_session = lambda *given: dataclasses.replace(open_session(*given), on_gpus=True)
+app.run(timeline.main, ["timeline", "--platform=cpu", "--shapes=toy", *sys.argv[1:]])
+"""
+
+
+def test_shares_are_printed_and_written(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", MADE_UP, f"--json={tmp_path / 't.json'}"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "│ gate and up   │" in finished.stdout
+    shapes = json.loads((tmp_path / "t.json").read_text())["shapes"]
+    assert shapes["toy"]["shares"][records.IDLE] == pytest.approx(5 / 59)
 
 
 def test_without_gpus_it_says_so(tmp_path):
