@@ -13,7 +13,8 @@
 namespace mok::sm90 {
 
 // 16-byte loads that a pulling thread has under way: 6 KB a warp, three quarters of a megabyte in
-// all. A round trip to a peer under a kernel's load takes longer than the link needs for less.
+// all. Under the kernel's load a round takes longer the more it has; with 8 loads rows came slower
+// (docs/hopper-forward.md).
 constexpr int kPullsInFlight = 12;
 
 // Where a thread is in the rows of some lanes, one after the other as one stream.
