@@ -3,23 +3,20 @@
 #include <cstdint>
 
 #include "core/mx.h"
+#include "core/mx_shape.h"
 #include "host/number.h"
 
 namespace mok {
 
-// Arrays [outer, length, inner] in MXFP8, blocks along `length`, which is a multiple of kMxBlock.
-// Elements have the array's shape, scales [outer, length / kMxBlock, inner]; T is float or
-// BFloat16.
-struct MxShape {
-  int64_t outer;
-  int64_t length;
-  int64_t inner;
-};
-
+// T, From and To are float or BFloat16.
 template <typename T>
 void mx_quantize(const T* values, MxShape shape, uint8_t* elements, uint8_t* scales);
 
 template <typename T>
 void mx_dequantize(const uint8_t* elements, const uint8_t* scales, MxShape shape, T* values);
+
+// The values as MXFP8 has them: quantised and de-quantised.
+template <typename From, typename To>
+void mx_round(const From* values, MxShape shape, To* rounded);
 
 }  // namespace mok

@@ -17,6 +17,7 @@
 #include "host/transfer.h"
 #include "host/weighted_sum.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/mx_call.h"
 #include "xla/plan_tables.h"
 
 namespace mok {
@@ -212,15 +213,6 @@ ffi::Error weighted_sum_of_slots(ffi::AnyBuffer slots, Int32Buffer slot_rank,
   return ffi::Error::Success();
 }
 
-MxShape mx_shape(ffi::AnyBuffer array) {
-  const auto sizes = array.dimensions();
-  return {sizes[0], sizes[1], sizes[2]};
-}
-
-uint8_t* bytes(ffi::AnyBuffer array) { return static_cast<uint8_t*>(array.untyped_data()); }
-
-// values is float32 or bfloat16 [outer, length, inner]. Elements and scales, float8_e4m3fn and
-// float8_e8m0fnu, are types for which the FFI knows no C++ type.
 ffi::Error quantize(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> elements,
                     ffi::Result<ffi::AnyBuffer> scales) {
   const auto run = [&]<typename T>(const T* typed) {
@@ -243,6 +235,31 @@ ffi::Error dequantize(ffi::AnyBuffer elements, ffi::AnyBuffer scales,
     run(static_cast<float*>(values->untyped_data()));
   } else {
     run(static_cast<BFloat16*>(values->untyped_data()));
+  }
+  return ffi::Error::Success();
+}
+
+// There may be a second result, in the dtype of the first one: with blocks along `inner`.
+ffi::Error round(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> rounded,
+                 ffi::RemainingRets others) {
+  const MxShape shape = mx_shape(values);
+  const auto round_to = [&]<typename From, typename To>(const From* from, To*) {
+    mx_round(from, shape, static_cast<To*>(rounded->untyped_data()));
+    if (void* const across = rounded_across(others)) {
+      mx_round(from, {shape.outer * shape.length, shape.inner, 1}, static_cast<To*>(across));
+    }
+  };
+  const auto round_from = [&]<typename From>(const From* from) {
+    if (rounded->element_type() == ffi::F32) {
+      round_to(from, static_cast<float*>(nullptr));
+    } else {
+      round_to(from, static_cast<BFloat16*>(nullptr));
+    }
+  };
+  if (values.element_type() == ffi::F32) {
+    round_from(static_cast<const float*>(values.untyped_data()));
+  } else {
+    round_from(static_cast<const BFloat16*>(values.untyped_data()));
   }
   return ffi::Error::Success();
 }
@@ -327,6 +344,10 @@ XLA_FFI_DEFINE_HANDLER(
     dequantize_handler, dequantize,
     ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER(
+    round_handler, round,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().RemainingRets());
+
 constexpr XLA_FFI_TypeInfo kCallSiteType = ffi::MakeTypeInfo<CallSite>();
 
 }  // namespace
@@ -359,5 +380,6 @@ XLA_FFI_Error* MokCombine(XLA_FFI_CallFrame* frame) { return mok::combine_handle
 XLA_FFI_Error* MokWeightedSum(XLA_FFI_CallFrame* frame) { return mok::weighted_sum_handler(frame); }
 XLA_FFI_Error* MokQuantize(XLA_FFI_CallFrame* frame) { return mok::quantize_handler(frame); }
 XLA_FFI_Error* MokDequantize(XLA_FFI_CallFrame* frame) { return mok::dequantize_handler(frame); }
+XLA_FFI_Error* MokRound(XLA_FFI_CallFrame* frame) { return mok::round_handler(frame); }
 
 }  // extern "C"

@@ -15,5 +15,6 @@ XLA_FFI_Error* MokCombine(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokWeightedSum(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokQuantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokDequantize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokRound(XLA_FFI_CallFrame* frame);
 
 }  // extern "C"

@@ -37,6 +37,7 @@ nb::dict registrations() {
   targets["jax_mok_weighted_sum"] = execute(MokWeightedSum);
   targets["jax_mok_quantize"] = execute(MokQuantize);
   targets["jax_mok_dequantize"] = execute(MokDequantize);
+  targets["jax_mok_round"] = execute(MokRound);
   return targets;
 }
 
