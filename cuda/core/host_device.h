@@ -6,3 +6,10 @@
 #else
 #define MOK_HOST_DEVICE
 #endif
+
+// Before a loop over registers.
+#ifdef __CUDA_ARCH__
+#define MOK_UNROLL _Pragma("unroll")
+#else
+#define MOK_UNROLL
+#endif
