@@ -15,6 +15,7 @@
 #include "sm90/finish.h"
 #include "sm90/forward.h"
 #include "sm90/move_rows.h"
+#include "sm90/mx.h"
 #include "sm90/plan.h"
 #include "sm90/weighted_sum.h"
 #include "sm90/work_list.h"
@@ -53,8 +54,9 @@ std::string prepare_device(int32_t ordinal) {
   if (error == cudaSuccess) error = prepare_plan();
   if (error == cudaSuccess) error = prepare_forward(&device.clusters);
   if (error == cudaSuccess) error = prepare_backward(&device.backward_clusters);
-  for (const auto load : {load_backward_list, load_backward_moves, load_choices, load_exchange,
-                          load_finish, load_move_rows, load_weighted_sum, load_work_list}) {
+  for (const auto load :
+       {load_backward_list, load_backward_moves, load_choices, load_exchange, load_finish,
+        load_move_rows, load_mx, load_weighted_sum, load_work_list}) {
     if (error == cudaSuccess) error = load();
   }
   if (error == cudaSuccess) {

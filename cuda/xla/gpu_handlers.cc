@@ -1,12 +1,14 @@
 #include "xla/gpu_handlers.h"
 
 #include "call/device.h"
+#include "call/mx.h"
 #include "call/weighted_sum.h"
 #include "xla/backward_call.h"
 #include "xla/errors.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla/forward_call.h"
 #include "xla/memory.h"
+#include "xla/mx_call.h"
 #include "xla/plan_call.h"
 #include "xla/plan_tables.h"
 
@@ -88,6 +90,42 @@ ffi::Error weighted_sum(cudaStream_t stream, ffi::AnyBuffer slots, Int32Buffer s
                                              stream));
 }
 
+MxValues<const void*> typed(ffi::AnyBuffer array) {
+  return {array.element_type() == ffi::F32, array.untyped_data()};
+}
+
+MxValues<void*> typed(ffi::Result<ffi::AnyBuffer> array) {
+  return {array->element_type() == ffi::F32, array->untyped_data()};
+}
+
+// The operands and results of these three are those of the CPU platform's.
+ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer values,
+                    ffi::Result<ffi::AnyBuffer> elements, ffi::Result<ffi::AnyBuffer> scales) {
+  return failure_if(launch_quantize_call({.shape = mx_shape(values),
+                                          .values = typed(values),
+                                          .elements = bytes(*elements),
+                                          .scales = bytes(*scales)},
+                                         stream));
+}
+
+ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer elements, ffi::AnyBuffer scales,
+                      ffi::Result<ffi::AnyBuffer> values) {
+  return failure_if(launch_dequantize_call({.shape = mx_shape(elements),
+                                            .elements = bytes(elements),
+                                            .scales = bytes(scales),
+                                            .values = typed(values)},
+                                           stream));
+}
+
+ffi::Error round(cudaStream_t stream, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> rounded,
+                 ffi::RemainingRets others) {
+  return failure_if(launch_round_call({.shape = mx_shape(values),
+                                       .values = typed(values),
+                                       .rounded = typed(rounded),
+                                       .across = rounded_across(others)},
+                                      stream));
+}
+
 }  // namespace
 }  // namespace mok
 
@@ -132,6 +170,20 @@ XLA_FFI_DEFINE_HANDLER(weighted_sum_handler, weighted_sum,
                            .Ret<ffi::AnyBuffer>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+auto bind_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
+
+XLA_FFI_DEFINE_HANDLER(
+    quantize_handler, quantize,
+    bind_stream().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    dequantize_handler, dequantize,
+    bind_stream().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(round_handler, round,
+                       bind_stream().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 }  // namespace mok
 
@@ -153,5 +205,10 @@ XLA_FFI_Error* MokPlanOfGatheredRoutesOnGpu(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* MokWeightedSumOnGpu(XLA_FFI_CallFrame* frame) {
   return mok::weighted_sum_handler(frame);
 }
+XLA_FFI_Error* MokQuantizeOnGpu(XLA_FFI_CallFrame* frame) { return mok::quantize_handler(frame); }
+XLA_FFI_Error* MokDequantizeOnGpu(XLA_FFI_CallFrame* frame) {
+  return mok::dequantize_handler(frame);
+}
+XLA_FFI_Error* MokRoundOnGpu(XLA_FFI_CallFrame* frame) { return mok::round_handler(frame); }
 
 }  // extern "C"

@@ -14,5 +14,8 @@ XLA_FFI_Error* MokBackwardAlone(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanAlone(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokPlanOfGatheredRoutesOnGpu(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MokWeightedSumOnGpu(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokQuantizeOnGpu(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokDequantizeOnGpu(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MokRoundOnGpu(XLA_FFI_CallFrame* frame);
 
 }  // extern "C"

@@ -33,6 +33,9 @@ nb::dict registrations() {
   targets["jax_mok_plan_alone"] = stages(MokPlanAlone);
   targets["jax_mok_plan_of_gathered_routes"] = stages(MokPlanOfGatheredRoutesOnGpu);
   targets["jax_mok_weighted_sum"] = stages(MokWeightedSumOnGpu);
+  targets["jax_mok_quantize"] = stages(MokQuantizeOnGpu);
+  targets["jax_mok_dequantize"] = stages(MokDequantizeOnGpu);
+  targets["jax_mok_round"] = stages(MokRoundOnGpu);
   return targets;
 }
 
