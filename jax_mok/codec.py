@@ -1,11 +1,14 @@
-"""MXFP8 inside the layer: the codec of `jax_mok.quantize`, on CPU devices by custom calls.
+"""MXFP8 inside the layer: the codec of `jax_mok.quantize` by custom calls, where there are any.
 
-Both have the same bits. All is for arrays that nobody differentiates, on one device.
+There are some on CPU devices, and on GPUs if their kernels were built. All have the same bits. All
+is for arrays that nobody differentiates, on one device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +30,14 @@ def encode(x: jax.Array, axis: int, axes: frozenset[str]) -> MXArray:
             jax.ShapeDtypeStruct((outer, length // BLOCK, inner), jnp.float8_e8m0fnu),
         ]
         operand = x.reshape(outer, length, inner)
-        elements, scales = ffi.call("jax_mok_quantize", results, [operand], {}, axes)
+        elements, scales = _call("jax_mok_quantize", results, [operand], axes)
         return elements.reshape(x.shape), scales.reshape(_scales_shape(x.shape, axis))
 
     def in_jax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         array = quantize.quantize(x, axis)
         return array.elements, array.scales
 
-    elements, scales = lax.platform_dependent(vary(x, axes), cpu=by_custom_call, default=in_jax)
+    elements, scales = _by_custom_call(by_custom_call, in_jax, vary(x, axes))
     return MXArray(elements, scales, axis)
 
 
@@ -48,19 +51,48 @@ def decode(array: MXArray, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
             scales.reshape(outer, length // BLOCK, inner),
         ]
         result = jax.ShapeDtypeStruct((outer, length, inner), dtype)
-        values = ffi.call("jax_mok_dequantize", [result], operands, {}, axes)[0]
+        values = _call("jax_mok_dequantize", [result], operands, axes)[0]
         return values.reshape(array.shape)
 
     def in_jax(elements: jax.Array, scales: jax.Array) -> jax.Array:
         return quantize.dequantize(MXArray(elements, scales, array.axis), dtype)
 
     operands = vary(array.elements, axes), vary(array.scales, axes)
-    return lax.platform_dependent(*operands, cpu=by_custom_call, default=in_jax)
+    return _by_custom_call(by_custom_call, in_jax, *operands)
 
 
 def rounded(x: jax.Array, axis: int, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
-    """x as MXFP8 has it, in float32 or bfloat16."""
-    return decode(encode(x, axis, axes), dtype, axes)
+    """float32 or bfloat16 x as MXFP8 has it, in float32 or bfloat16."""
+
+    def by_custom_call(x: jax.Array) -> jax.Array:
+        operand = x.reshape(_around(x.shape, axis))
+        result = jax.ShapeDtypeStruct(operand.shape, dtype)
+        return _call("jax_mok_round", [result], [operand], axes)[0].reshape(x.shape)
+
+    def in_jax(x: jax.Array) -> jax.Array:
+        return quantize.dequantize(quantize.quantize(x, axis), dtype)
+
+    return _by_custom_call(by_custom_call, in_jax, vary(x, axes))
+
+
+def rounded_along_both(
+    x: jax.Array, dtype: DTypeLike, axes: frozenset[str]
+) -> tuple[jax.Array, jax.Array]:
+    """`rounded` of x along axis −2 and along axis −1, for which x is read once."""
+
+    def by_custom_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        operand = x.reshape(_around(x.shape, -2))
+        results = [jax.ShapeDtypeStruct(operand.shape, dtype)] * 2
+        forward, backward = _call("jax_mok_round", results, [operand], axes)
+        return forward.reshape(x.shape), backward.reshape(x.shape)
+
+    def in_jax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        forward, backward = (
+            quantize.dequantize(quantize.quantize(x, axis), dtype) for axis in (-2, -1)
+        )
+        return forward, backward
+
+    return _by_custom_call(by_custom_call, in_jax, vary(x, axes))
 
 
 def encode_rows(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -76,6 +108,31 @@ def decode_rows(rows: jax.Array, dtype: DTypeLike, axes: frozenset[str]) -> jax.
     elements = lax.bitcast_convert_type(rows[:, :hidden], jnp.float8_e4m3fn)
     scales = lax.bitcast_convert_type(rows[:, hidden:], jnp.float8_e8m0fnu)
     return decode(MXArray(elements, scales, -1), dtype, axes)
+
+
+def _call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    axes: frozenset[str],
+) -> list[jax.Array]:
+    """Of arrays [outer, length, inner]."""
+    return ffi.call(target, results, operands, {}, axes, vmap_method="broadcast_all")
+
+
+_Results = TypeVar("_Results")
+
+
+def _by_custom_call(
+    by_custom_call: Callable[..., _Results],
+    in_jax: Callable[..., _Results],
+    *operands: jax.Array,
+) -> _Results:
+    """Of the two, what the platform has."""
+    platforms = {"cpu": by_custom_call}
+    if ffi.cuda is not None:
+        platforms["cuda"] = by_custom_call
+    return lax.platform_dependent(*operands, default=in_jax, **platforms)
 
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:

@@ -57,14 +57,20 @@ def call(
     attributes: Mapping[str, np.generic | np.ndarray],
     axes: frozenset[str],
     aliases: Mapping[int, int] | None = None,
+    *,
+    vmap_method: str | None = None,
 ) -> list[jax.Array]:
-    """A pure custom call whose results differ along the mesh axes.
+    """A pure custom call whose results differ along the mesh axes; `vmap_method` is `ffi_call`'s.
 
     Purity lets `jax.checkpoint` repeat the call. XLA merges or drops pure calls alike on all ranks,
     so the ranks still meet.
     """
     pure_call = jax.ffi.ffi_call(
-        target, tuple(results), input_output_aliases=dict(aliases or {}), has_side_effect=False
+        target,
+        tuple(results),
+        input_output_aliases=dict(aliases or {}),
+        has_side_effect=False,
+        vmap_method=vmap_method,
     )
     return vary_all(pure_call(*vary_all(operands, axes), **attributes), axes)
 

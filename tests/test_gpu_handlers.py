@@ -14,7 +14,7 @@ from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import jax_mok
-from jax_mok import ffi
+from jax_mok import codec, ffi, quantize
 from jax_mok.sharding import vary_all
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 64, 8, 2
@@ -56,7 +56,9 @@ def gpu_program_on_cpu(monkeypatch) -> None:
     """Takes every device for a GPU."""
     register_launches()
     call = ffi.call
-    monkeypatch.setattr(ffi, "call", lambda target, *rest: call(f"{target}_on_cpu", *rest))
+    monkeypatch.setattr(
+        ffi, "call", lambda target, *rest, **options: call(f"{target}_on_cpu", *rest, **options)
+    )
     monkeypatch.setattr(
         jax.lax,
         "platform_dependent",
@@ -147,3 +149,30 @@ def test_the_weighted_sum_decodes_what_it_gets(dtype):
         np.asarray(
             ffi.call("jax_mok_weighted_sum", [result], (slots, ranks, weights), {}, frozenset())[0]
         )
+
+
+def encode(x: jax.Array, axis: int) -> jax.Array:
+    return codec.encode(x, axis, frozenset()).elements
+
+
+def decode(x: jax.Array, axis: int) -> jax.Array:
+    return codec.decode(quantize.quantize(jnp.zeros(x.shape), axis), x.dtype, frozenset())
+
+
+def rounded(x: jax.Array, axis: int) -> jax.Array:
+    return codec.rounded(x, axis, jnp.bfloat16, frozenset())
+
+
+def rounded_along_both(x: jax.Array, axis: int) -> jax.Array:
+    return codec.rounded_along_both(x, jnp.bfloat16, frozenset())[axis]
+
+
+@pytest.mark.usefixtures("gpu_program_on_cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("convert", [encode, decode, rounded, rounded_along_both])
+def test_handlers_of_mxfp8_decode_what_they_get(convert, axis, dtype):
+    x = jnp.zeros((2, HIDDEN, INNER), dtype)
+    for step in (convert, jax.vmap(convert, in_axes=(0, None))):
+        with pytest.raises(Exception, match=MISSING_STREAM):
+            jax.block_until_ready(jax.jit(step, static_argnums=1)(x, axis))

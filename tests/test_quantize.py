@@ -147,6 +147,34 @@ def test_custom_calls_have_the_same_bits_for_every_element_with_every_scale(dtyp
         np.testing.assert_array_equal(np.asarray(want, np.float32), exact.astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("draw", [all_bfloat16, any_float32])
+def test_what_custom_calls_round_has_the_same_bits(draw, dtype):
+    x = jnp.asarray(draw().reshape(2, 32, -1))
+    along, none = [dequantize(quantize(x, axis), dtype) for axis in (-2, -1)], frozenset()
+    for axis, want in zip((-2, -1), along, strict=True):
+        got = jax.jit(lambda x, axis=axis: codec.rounded(x, axis, dtype, none))(x)
+        np.testing.assert_array_equal(bits(got), bits(want))
+    both = jax.jit(lambda x: codec.rounded_along_both(x, dtype, none))(x)
+    for got, want in zip(both, along, strict=True):
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_custom_calls_are_batched():
+    x = jnp.asarray(any_float32().reshape(2, 4, 64, -1))
+
+    def convert(x):
+        array = codec.encode(x, -2, frozenset())
+        values = codec.decode(array, jnp.float32, frozenset())
+        along = codec.rounded_along_both(x, jnp.float32, frozenset())
+        return array.elements, array.scales, values, along
+
+    want = jax.jit(convert)(x)
+    got = jax.jit(jax.vmap(jax.vmap(convert)))(x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
 def test_rows_come_back_from_what_is_moved():
     x = jnp.asarray(np.random.default_rng(7).standard_normal((8, 96)), jnp.bfloat16)
     rows = jax.jit(lambda x: codec.encode_rows(x, frozenset()))(x)
