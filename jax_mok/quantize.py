@@ -106,7 +106,7 @@ class MXArray:
             )
         wanted = list(self.shape)
         wanted[_axis(self.axis, len(wanted))] //= BLOCK
-        _check_length(self.shape, self.axis)
+        check_length(self.shape, self.axis)
         if self.scales.dtype != jnp.float8_e8m0fnu or list(self.scales.shape) != wanted:
             raise MoEInputError(
                 f"{name}.scales are {self.scales.dtype}{list(self.scales.shape)}; elements "
@@ -138,9 +138,10 @@ def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXAr
         raise MoEInputError(f"x has dtype {master.dtype}; MXFP8 is made of floats")
     fixed = jax.lax.stop_gradient(master) if keep_master else without_gradient(master)
     x = fixed.astype(jnp.float32)
-    _check_length(x.shape, axis)
+    check_length(x.shape, axis)
     place = _axis(axis, x.ndim)
-    blocks = jnp.moveaxis(x, place, -1).reshape(*_without(x.shape, place), -1, BLOCK)
+    outside, length = _without(x.shape, place), x.shape[place]
+    blocks = jnp.moveaxis(x, place, -1).reshape(*outside, length // BLOCK, BLOCK)
     bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
     magnitudes = bits & ~jnp.uint32(_SIGN)
     is_finite = magnitudes < _INFINITY
@@ -152,7 +153,7 @@ def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXAr
     codes = jnp.where(is_finite, _round(finite, scales[..., None]), _ELEMENT_NAN)
     signs = (bits >> 24 & 0x80).astype(jnp.uint8)
     elements = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8) | signs, jnp.float8_e4m3fn)
-    elements = jnp.moveaxis(elements.reshape(*_without(x.shape, place), -1), -1, place)
+    elements = jnp.moveaxis(elements.reshape(*outside, length), -1, place)
     scales = jax.lax.bitcast_convert_type(jnp.moveaxis(scales, -1, place), jnp.float8_e8m0fnu)
     return MXArray(elements, scales, place - x.ndim, master if keep_master else None)
 
@@ -243,7 +244,8 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def _check_length(shape: tuple[int, ...], axis: int) -> None:
+def check_length(shape: tuple[int, ...], axis: int) -> None:
+    """Refuses a length of which nothing is made."""
     length = shape[_axis(axis, len(shape))]
     if length % BLOCK:
         raise MoEInputError(

@@ -137,11 +137,7 @@ def find_position(axis_name: str, caller: str) -> Position:
             f"its manual axes are {', '.join(map(repr, manual))}"
         )
     shape = dict(mesh.shape)
-    automatic = [
-        name
-        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if axis_type != AxisType.Manual and shape[name] > 1
-    ]
+    automatic = _automatic_axes(mesh)
     if automatic:
         raise MoEInputError(
             f"the mesh axes {', '.join(map(repr, automatic))} are not manual inside this "
@@ -152,6 +148,21 @@ def find_position(axis_name: str, caller: str) -> Position:
     positions = np.arange(mesh.size).reshape(tuple(shape.values()))
     groups = np.moveaxis(positions, mesh.axis_names.index(axis_name), -1)
     return Position(axis_name, shape[axis_name], others, tuple(groups.ravel().tolist()))
+
+
+def is_in_shard_map() -> bool:
+    """Whether the values here are one device's, in a `shard_map` over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and not _automatic_axes(mesh)
+
+
+def _automatic_axes(mesh: jax.sharding.AbstractMesh) -> list[str]:
+    """Those along which there are several devices that `shard_map` does not tell apart."""
+    return [
+        name
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if axis_type != AxisType.Manual and dict(mesh.shape)[name] > 1
+    ]
 
 
 def check_partitioned(axis_name: str, **weights: jax.Array) -> None:

@@ -198,6 +198,48 @@ def test_prepared_weights_take_gradients_to_the_masters():
     harness.assert_same_bits(gradients(with_masters(), lambda w: prepare(*w)), of_masters())
 
 
+@pytest.mark.parametrize("store", [lambda w: w, lambda w: quantize(w, -2, keep_master=True)])
+def test_weights_prepared_inside_shard_map_have_the_same_bits_and_gradients(store):
+    inputs = with_masters()
+    operands = (inputs.x, inputs.expert_ids, inputs.expert_weights, *weights_of(inputs))
+
+    def body(x, ids, expert_weights, *weights):
+        stored = [store(weight) for weight in weights]
+        prepared = jax_mok.prepare_weights(*stored, backward=True)
+        operands = (x, ids, expert_weights, *prepared)
+        return jax_mok.moe_ffn(*operands, axis_name="ep", config=MXFP8)
+
+    mapped = jax.shard_map(body, mesh=harness.mesh_of(4), in_specs=P("ep"), out_specs=P("ep"))
+
+    @jax.jit
+    def step(x, ids, expert_weights, *weights):
+        y, pullback = jax.vjp(lambda *ws: mapped(x, ids, expert_weights, *ws), *weights)
+        return y, *pullback(jnp.asarray(inputs.dy))
+
+    results = step(*operands)
+    want = of_masters()
+    for got, expected in zip(results, (want.y, *want[3:]), strict=True):
+        assert np.asarray(got).tobytes() == expected.tobytes()
+
+
+def test_weights_prepared_for_the_forward_pass_inside_shard_map_have_the_same_bits():
+    shape = (EXPERTS, 48, 64)
+    prepare = jax.shard_map(
+        lambda *weights: jax_mok.prepare_weights(*weights),
+        mesh=harness.mesh_of(4),
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    for weights in (weights_of(with_masters()), weights_of(stored())):
+        got = jax.tree.leaves(jax.jit(prepare)(*weights))
+        want = jax.tree.leaves(jax_mok.prepare_weights(*weights))
+        assert [a.tobytes() for a in map(np.asarray, got)] == [
+            a.tobytes() for a in map(np.asarray, want)
+        ]
+    with pytest.raises(jax_mok.MoEInputError, match=r"has 48 along axis -2; .* a multiple of 32"):
+        prepare(*[jnp.zeros(shape)] * 3)
+
+
 def test_weights_are_prepared_once_for_an_accumulated_gradient():
     inputs, parts = batch("float32"), 4
 
@@ -222,7 +264,7 @@ def test_weights_are_prepared_once_for_an_accumulated_gradient():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     # Beside rows, which are encoded in every part, nothing is converted there.
     text = program.lower(weights_of(inputs)).as_text()
-    wide = re.findall(rf"jax_mok_quantize\(.*tensor<1x{HIDDEN}x{INNER}x", text)
+    wide = re.findall(rf"jax_mok_(?:quantize|round)\(.*tensor<1x{HIDDEN}x{INNER}x", text)
     assert not wide
 
 

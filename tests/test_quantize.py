@@ -240,6 +240,13 @@ def test_the_gradient_goes_straight_through():
     np.testing.assert_array_equal(pullback(x)[0], x)
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_nothing_stays_nothing(shape):
+    x = jnp.zeros(shape)
+    for y in (rounded(x), jax.jit(lambda x: codec.rounded(x, -1, x.dtype, frozenset()))(x)):
+        assert (y.shape, y.dtype) == (shape, x.dtype)
+
+
 def test_what_does_not_fit_is_named():
     x = np.zeros((4, 48), np.float32)
     with pytest.raises(jax_mok.MoEInputError, match=r"has 48 along axis 1; .* a multiple of 32"):
