@@ -56,6 +56,15 @@ def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
         assert set(row["layer_s"]) == {"median", "low", "high"}
 
 
+def test_conversions_are_measured_at_toy_size_on_cpu_devices(tmp_path):
+    flags = ("--platform=cpu", "--rounds=2", "--json=figures.json")
+    finished = run("conversions", *flags, devices=1, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "round float32 to bfloat16, both axes" in finished.stdout
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]["toy"]
+    assert rows["de-quantise to bfloat16, axis -1"]["bytes"] == 2 * 64 * 96 * (33 / 32 + 2)
+
+
 def test_directions_are_tried_on_cpu_devices_and_not_kept(tmp_path):
     flags = ["--platform=cpu", "--rounds=2", "--json=f.json", "--plot=p.png"]
     finished = run("link", *flags, devices=2, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))

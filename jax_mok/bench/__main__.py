@@ -9,6 +9,7 @@ from absl import app, flags
 
 _MEASUREMENTS = {
     "cpu": "the layer on eight CPU devices beside plain products",
+    "conversions": "conversions to MXFP8 and back on a GPU, in bytes per second",
     "layer": "the layer on GPUs, as shares of cuBLAS and of what no layer can beat",
     "link": "the link between two GPUs, and the layer with each move turned round",
     "peers": "the layer beside what one could write in JAX instead",
@@ -34,7 +35,7 @@ def main() -> None:
     """Runs `python -m jax_mok.bench <name> [flags]`."""
     usage = f"python -m jax_mok.bench {{{','.join(_MEASUREMENTS)}}} [--help] [flags]"
     if sys.argv[1:] == ["--help"]:
-        print(usage, *(f"{name:>8}: {what}" for name, what in _MEASUREMENTS.items()), sep="\n")
+        print(usage, *(f"{name:>11}: {what}" for name, what in _MEASUREMENTS.items()), sep="\n")
         return
     if len(sys.argv) < 2 or sys.argv[1] not in _MEASUREMENTS:
         found = f"got {sys.argv[1]!r}; " if len(sys.argv) > 1 else ""
