@@ -1,6 +1,6 @@
 """MXFP8 inside the layer: the codec of `jax_mok.quantize` by custom calls, where there are any.
 
-There are some on CPU devices, and on GPUs if their kernels were built. All have the same bits. All
+There are some on CPU devices, and on GPUs for which kernels were built. All have the same bits. All
 is for arrays that nobody differentiates, on one device.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_mok import ffi, quantize
+from jax_mok import ffi, gpu, quantize
 from jax_mok.quantize import BLOCK, MXArray
 from jax_mok.sharding import vary
 
@@ -130,7 +130,7 @@ def _by_custom_call(
 ) -> _Results:
     """Of the two, what the platform has."""
     platforms = {"cpu": by_custom_call}
-    if ffi.cuda is not None:
+    if gpu.has_kernels():
         platforms["cuda"] = by_custom_call
     return lax.platform_dependent(*operands, default=in_jax, **platforms)
 

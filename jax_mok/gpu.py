@@ -22,6 +22,7 @@ MOST_EXPERTS = (227 * 1024 // 4 - 4) // 19
 _HIDDEN_BYTES = 2
 # The largest ring of the shapes that are measured, but for Mixtral's, is less.
 _WANTED_RING_BYTES = 384 * 2**20
+_COMPUTE_CAPABILITY = "9.0"
 _CONCURRENT_CALLS = "xla_gpu_command_buffer_scheduling_mode=concurrent"
 
 
@@ -52,6 +53,20 @@ def why_not(layout: Layout, *, ranks_meet: bool = True) -> str | None:
             f"the plan of {layout.experts} experts does not fit a block's shared memory: use fewer"
         )
     return None
+
+
+def has_kernels() -> bool:
+    """Whether there are GPU kernels, for this process's GPUs if it has any.
+
+    For what can be done without; the layer's calls say what is missing.
+    """
+    if ffi.cuda is None:
+        return False
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is none: the program is lowered for others
+        return True
+    return all(device.compute_capability == _COMPUTE_CAPABILITY for device in devices)
 
 
 def can_reach_each_other(groups: np.ndarray) -> bool:

@@ -5,6 +5,7 @@ import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import logging
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_mok
-from jax_mok import call, ffi, gpu
+from jax_mok import call, codec, ffi, gpu
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 64, 128, 64, 8, 2
 CPU_TARGETS = ["jax_mok_plan", "jax_mok_dispatch", "jax_mok_combine", "jax_mok_weighted_sum"]
@@ -155,6 +156,16 @@ def test_mxfp8_on_gpus_through_collectives_is_xla_s_but_for_the_conversions(deri
     used = targets(lower("cuda", "collective", derive=derive, precision="mxfp8"))
     conversions = {"jax_mok_quantize", "jax_mok_dequantize", "jax_mok_round"}
     assert set(used) == {*COLLECTIVE_TARGETS, *conversions}
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+def test_gpus_without_kernels_convert_to_mxfp8_in_plain_jax(capability, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    convert = jax.jit(lambda x: codec.rounded(x, -1, x.dtype, frozenset()))
+    lowered = convert.trace(jnp.zeros((2, 32))).lower(lowering_platforms=("cuda",))
+    assert ("jax_mok_round" in lowered.as_text()) == (capability == "9.0")
 
 
 @with_peers
