@@ -6,6 +6,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +50,17 @@ def poison_memory(value: np.generic) -> None:
         _filling(gpu)(value).block_until_ready()
 
 
-def start(code: str, *arguments: object, **variables: str) -> subprocess.Popen:
-    """A Python process that runs the code and finds the modules of the tests."""
+def start(
+    code: str, *arguments: object, command: Sequence[str] = (), **variables: str
+) -> subprocess.Popen:
+    """A Python process, under a command if one is given, that finds the modules of the tests."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cuda",
         "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         **variables,
     }
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [*command, sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
