@@ -12,7 +12,7 @@ pytestmark = [
 
 # Both compositions and passes, on one GPU: ranks that wait for each other are too slow for a tool.
 CALLS = """
-import gpu_harness, jax, jax.numpy as jnp, test_gpu
+import gpu_harness, jax, jax.numpy as jnp, test_gpu, test_gpu_mx
 import jax_mok
 
 inputs = test_gpu.draw("zipf", tokens=130, hidden=64, inner=64, experts=4)
@@ -34,6 +34,12 @@ for composition in ("auto", "composed"):
     for result in step(x, rest, inputs.dy):
         assert jnp.isfinite(result).all()
 jax_mok.check()
+
+# Conversions to MXFP8, of something that is not finite in a warp of several.
+for shape in ((5, 64, 96), (3, 32, 32)):
+    x = jax.random.normal(jax.random.key(0), shape).at[0, 1, 2].set(jnp.nan)
+    jax.block_until_ready(jax.jit(test_gpu_mx.convert_all)(x))
+jax.block_until_ready(jax.jit(test_gpu_mx.encoded)(jnp.ones((2, 64, 33))))
 """
 
 
