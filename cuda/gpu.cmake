@@ -41,9 +41,10 @@ add_library(mok_cuda SHARED
   cuda/call/forward.cc cuda/call/forward_workspace.cc cuda/call/mx.cc cuda/call/peers.cc
   cuda/call/plan.cc cuda/call/timeline.cc cuda/call/waves.cc cuda/call/weighted_sum.cc
   cuda/link/arena.cu cuda/link/exchange.cu cuda/sm90/backward.cu cuda/sm90/backward_list.cu
-  cuda/sm90/backward_moves.cu cuda/sm90/choices.cu cuda/sm90/finish.cu cuda/sm90/forward.cu
-  cuda/sm90/move_rows.cu cuda/sm90/mx.cu cuda/sm90/plan.cu cuda/sm90/tensor_map.cc
-  cuda/sm90/weighted_sum.cu cuda/sm90/work_list.cu)
+  cuda/sm90/backward_moves.cu cuda/sm90/backward_mx.cu cuda/sm90/choices.cu cuda/sm90/finish.cu
+  cuda/sm90/forward.cu cuda/sm90/forward_mx.cu cuda/sm90/move_rows.cu cuda/sm90/mx.cu
+  cuda/sm90/plan.cu cuda/sm90/round_rows.cu cuda/sm90/tensor_map.cc cuda/sm90/weighted_sum.cu
+  cuda/sm90/work_list.cu)
 target_include_directories(mok_cuda PUBLIC cuda)
 option(JAX_MOK_INJECT_FAULTS "hooks in the GPU kernels by which tests commit faults" OFF)
 if(JAX_MOK_INJECT_FAULTS)

@@ -61,7 +61,7 @@ flags.DEFINE_enum(
     "precision",
     "operands",
     ["operands", "mxfp8"],
-    "What the experts' products are made of: operands of --dtype, or rounded to MXFP8 (on CPUs). "
+    "What the experts' products are made of: operands of --dtype, or rounded to MXFP8. "
     "The float32 weights are what is trained, either way.",
 )
 flags.DEFINE_integer("seed", 0, "Seed of the weights and of the data order.", lower_bound=0)
@@ -170,8 +170,6 @@ def _check_sizes(devices: int) -> None:
             f"--expert_width={FLAGS.expert_width} does not split into MXFP8's blocks of "
             f"{quantize.BLOCK}. Give a multiple of {quantize.BLOCK}."
         )
-    if FLAGS.precision == "mxfp8" and jax.default_backend() != "cpu":
-        raise InputError("--precision=mxfp8 has no GPU kernel yet. Set JAX_PLATFORMS=cpu.")
 
 
 def _model_config() -> model.ModelConfig:

@@ -34,6 +34,7 @@ class _OfForwardPass(Protocol):
         reverse_dispatch_push: bool,
         composed: bool,
         keeps_plan: bool,
+        mxfp8: bool,
     ) -> int: ...
 
 arena_bytes: _OfForwardPass
@@ -58,6 +59,7 @@ class _OfBackwardPass(Protocol):
         reverse_combine_push: bool,
         reverse_dispatch_push: bool,
         composed: bool,
+        mxfp8: bool,
     ) -> int: ...
 
 backward_arena_bytes: _OfBackwardPass

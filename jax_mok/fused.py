@@ -103,6 +103,7 @@ def backward(
         "inner": np.int64(inner),
         **gpu.directions(call.config),
         "composed": np.bool_(call.config.composition == "composed"),
+        **gpu.precision(call.config),
     }
     assert ffi.cuda is not None
     workspace_bytes = ffi.cuda.backward_workspace_bytes(**gpu.arguments(sizes))
@@ -119,13 +120,19 @@ def backward(
         x,
         dy,
         router_weights,
-        *(precision.for_forward(call, weight, x.dtype) for weight in weights),
+        *(precision.for_backward(call, weight, x.dtype) for weight in weights),
         pre_activations,
         routed_plan.row_source,
         routed_plan.expert_tile,
         routed_plan.slot_rank,
         routed_plan.slot_row,
     )
+    may_replay = memory_parts.may_replay(
+        M=layout.max_rows, P=layout.saved_rows, R=ring_rows, I=inner, **counts
+    )
+    if call.config.precision == "mxfp8" and may_replay:
+        forward_weights = (weights.gate, weights.up)
+        operands += tuple(precision.for_forward(call, w, x.dtype) for w in forward_weights)
     dx, d_router_weights, *d_weights, _, _ = ffi.call(
         target, results, operands, attributes, call.axes, aliases={_SAVED: _SPENT}
     )
@@ -155,6 +162,7 @@ def _call_kernel(
         **gpu.directions(call.config),
         "composed": np.bool_(call.config.composition == "composed"),
         "keeps_plan": np.bool_(bool(keep)),
+        **gpu.precision(call.config),
     }
     assert ffi.cuda is not None
     results = [
@@ -175,11 +183,6 @@ def _call_kernel(
 
 
 def _why_not(call: Call, x: jax.Array, weights: Weights[Weight]) -> str | None:
-    if call.config.precision != "operands":
-        return (
-            f"precision={call.config.precision!r} has no GPU kernel yet: on GPUs use it with "
-            "MoEConfig(composition='collective')"
-        )
     if (reason := gpu.why_not(call.layout)) is not None:
         return reason
     hidden, inner = x.shape[1], weights.gate.shape[2]

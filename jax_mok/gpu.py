@@ -132,6 +132,11 @@ def directions(config: MoEConfig) -> dict[str, np.generic]:
     }
 
 
+def precision(config: MoEConfig) -> dict[str, np.generic]:
+    """The attribute that says what products are made of."""
+    return {"mxfp8": np.bool_(config.precision == "mxfp8")}
+
+
 def meeting(call: Call) -> dict[str, np.generic | np.ndarray]:
     """The attributes by which the ranks of a call find each other, and how long they wait."""
     return {

@@ -5,6 +5,8 @@ With n ranks, T tokens a rank, K choices a token, E experts of all ranks, widths
     M  rows that a rank may have to take: ⌊(n·T·K + 63·min(E/n, n·T·K)) / 64⌋ · 64
     R  rows of the ring: `MoEConfig.ring_rows`, at least 256
     S  segments of the plan's sort: ⌈n·T·K / s⌉ of s = 512·⌈⌈n·T·K / 128⌉ / 512⌉ choices
+    B  bytes of a row of x or dy that goes from rank to rank: 2·H; in MXFP8 33·H/32, rounded up to
+       16
     W  items of work: ⌊M/256⌋·(⌈I/128⌉ + ⌈H/256⌉) + 2·E/n·(⌈I/256⌉ + ⌈H/512⌉)
     V  waves, if composed: 1 if M ≤ R, else ⌈M/64 / (R/64 − g + 1)⌉, g being the largest of 48, 40,
        36, 28, 24, 16 and 12 tiles of which the ring holds two, else 4
@@ -44,6 +46,7 @@ from jax_mok.memory_parts import (
     forward_arena,
     forward_workspace,
     kept,
+    row_bytes,
     segments,
     too_many,
     waves,
@@ -59,6 +62,7 @@ _LEGEND = {
     "I": "width of an expert",
     "M": "most rows of a rank",
     "R": "rows of the ring",
+    "B": "bytes of a token on the link",
     "S": "segments of the plan's sort",
     "P": "rows kept",
     "C": "blocks of 128 of I",
@@ -138,15 +142,16 @@ def memory(
 ) -> Memory:
     """The memory that a pass of the layer needs on each GPU, beside operands and results.
 
-    It is that of the kernels; all that the collective composition needs is XLA's. The forward pass
-    is that outside `jax.grad`: under a gradient rows, tiles, experts and choices of the plan are no
-    part of its workspace but results, kept for the backward pass, as is more, see `Memory.kept`;
-    and its arena is that of the backward pass.
+    It is that of the kernels; all that the collective composition needs is XLA's, and so are the
+    weights that are rounded to MXFP8, unless they come so from `jax_mok.prepare_weights`. The
+    forward pass is that outside `jax.grad`: under a gradient rows, tiles, experts and choices of
+    the plan are no part of its workspace but results, kept for the backward pass, as is more, see
+    `Memory.kept`; and its arena is that of the backward pass.
     The function runs anywhere: neither GPUs nor their kernels are asked.
 
     Args:
-      config: the layer's options; `ring_rows`, `chunk_rows`, the directions and `composition`
-        change the memory, of the backward pass also `saved_rows`.
+      config: the layer's options; `ring_rows`, `chunk_rows`, the directions, `precision` and
+        `composition` change the memory, of the backward pass also `saved_rows`.
       ranks: size of the mesh axis over which experts are partitioned.
       tokens: tokens of each rank.
       top_k: choices of each token.
@@ -174,11 +179,11 @@ def memory(
             f"{MOST_EXPERTS}"
         )
     config = config_or_default(config)
-    if config.precision != "operands":
-        raise MoEInputError(f"precision={config.precision!r} has no GPU kernel yet")
     layout = make_layout(config, ranks=n, tokens=T, top_k=K, experts=E)
     M, R, e = layout.max_rows, ring_rows(layout), E // n
     sizes = {"n": n, "T": T, "K": K, "E": E, "H": H, "I": I, "M": M, "R": R}
+    if n > 1:
+        sizes["B"] = row_bytes(config, H)
     if backward:
         R = backward_ring_rows(config, layout, I)
         counts = backward_counts(M=M, R=R, e=e, H=H, I=I)

@@ -31,15 +31,13 @@ class Part:
 
 
 def forward_arena(
-    config: MoEConfig, *, n: int, T: int, K: int, H: int, M: int, **_: int
+    config: MoEConfig, *, n: int, T: int, K: int, H: int, M: int, B: int, **_: int
 ) -> tuple[Part, ...]:
     """What ranks show each other in a forward pass."""
     return (
         _part("flags", "24·n", 24 * n),
         _part("routes", "4·n·T·K", 4 * n * T * K),
-        _part("x", "2·T·H", 2 * T * H)
-        if config.dispatch == "pull"
-        else _part("received tokens", "2·n·T·H", 2 * n * T * H),
+        _shown_rows(config.dispatch, "x", "received tokens", n=n, T=T, B=B),
         _output_rows(config, T=T, K=K, H=H, M=M),
     )
 
@@ -58,9 +56,11 @@ def forward_workspace(
     S: int,
     W: int,
     V: int = 0,
+    **_: int,
 ) -> tuple[Part, ...]:
     """What XLA provides while a forward pass runs."""
     e, tiles, composed = E // n, M // TILE_ROWS, bool(V)
+    is_mx = config.precision == "mxfp8"
     parts = [
         _part("rows of the plan", "4·M", 4 * M),
         _part("tiles of the plan", "4·M/64", 4 * tiles),
@@ -76,13 +76,15 @@ def forward_workspace(
     ]
     if n == 1:
         parts.append(_output_rows(config, T=T, K=K, H=H, M=M))
+        if is_mx:
+            parts.append(_part("rounded tokens", "2·T·H", 2 * T * H))
     else:
         parts.append(_part("routes", "4·n·T·K", 4 * n * T * K))
     if composed:
         parts.append(_part("dispatched rows", "2·R·H", 2 * R * H))
     if composed and config.combine == "push":
         parts.append(_part("rows to combine", "2·R·H", 2 * R * H))
-    if n > 1 and config.dispatch == "pull" and not composed:
+    if n > 1 and (config.dispatch == "pull" or is_mx) and not composed:
         parts.append(_part("received tokens", "2·n·T·H", 2 * n * T * H))
         parts.append(_part("tokens to pull of tiles", "12·M/64", 4 * tiles, 8 * tiles))
     return tuple(parts)
@@ -102,7 +104,7 @@ def kept(*, n: int, T: int, K: int, E: int, I: int, M: int, P: int, **_: int) ->
 
 
 def backward_arena(
-    config: MoEConfig, *, n: int, T: int, K: int, H: int, M: int, **_: int
+    config: MoEConfig, *, n: int, T: int, K: int, H: int, M: int, B: int, **_: int
 ) -> tuple[Part, ...]:
     """What ranks show each other under a gradient, in both passes."""
     pushed = config.combine == config.reverse_dispatch == "push"
@@ -110,12 +112,8 @@ def backward_arena(
     return (
         _part("flags", "24·n", 24 * n),
         _part("routes, then router weights", "4·n·T·K", 4 * n * T * K),
-        _part("x", "2·T·H", 2 * T * H)
-        if config.dispatch == "pull"
-        else _part("received tokens", "2·n·T·H", 2 * n * T * H),
-        _part("dy", "2·T·H", 2 * T * H)
-        if config.reverse_combine == "pull"
-        else _part("received dy", "2·n·T·H", 2 * n * T * H),
+        _shown_rows(config.dispatch, "x", "received tokens", n=n, T=T, B=B),
+        _shown_rows(config.reverse_combine, "dy", "received dy", n=n, T=T, B=B),
         _part("output rows, then rows of dx", f"2·{letters}·H", 2 * rows * H),
         _part("gradients of router weights", f"4·{letters}", 4 * rows),
     )
@@ -140,6 +138,7 @@ def backward_workspace(
 ) -> tuple[Part, ...]:
     """What XLA provides while a backward pass runs."""
     tiles, composed = M // TILE_ROWS, config.composition == "composed"
+    is_mx = config.precision == "mxfp8"
     parts = [
         _part("work list", "16·W", 16 * W),
         _part("waves", "32·(V + 1) + 36·V", 32 * (V + 1), 32 * V, 4 * V),
@@ -153,7 +152,7 @@ def backward_workspace(
     ]
     if min(R, M) > P:  # else the gradients replace the pre-activations that are kept
         parts.append(_part("gradient ring", "4·R·I", 4 * R * I))
-    if V > 1 and R + ceil(2**17 * A, 256 * I) * TILE_ROWS > P:  # else in what is kept
+    if V > 1 and not _halves_are_in_kept(R=R, P=P, I=I, A=A):
         parts.append(_part("lower halves of partial sums", "131072·A", 2**17 * A))
     if n > 1:
         parts.append(_part("router weights", "4·n·T·K", 4 * n * T * K))
@@ -161,6 +160,8 @@ def backward_workspace(
         rows, letters = _gradient_rows(config, T=T, K=K, M=M)
         parts.append(_part("rows of dx", f"2·{letters}·H", 2 * rows * H))
         parts.append(_part("gradients of router weights", f"4·{letters}", 4 * rows))
+        if is_mx:
+            parts.append(_part("rounded tokens and dy", "4·T·H", 2 * T * H, 2 * T * H))
     if composed:
         parts.append(_part("dispatched rows", "4·R·H", 2 * R * H, 2 * R * H))
     if composed and config.reverse_dispatch == "push":
@@ -169,7 +170,7 @@ def backward_workspace(
         pulled = [
             what
             for what, way in (("tokens", config.dispatch), ("dy", config.reverse_combine))
-            if way == "pull"
+            if way == "pull" or is_mx
         ]
         parts += [_part(f"received {what}", "2·n·T·H", 2 * n * T * H) for what in pulled]
         if pulled:
@@ -177,6 +178,27 @@ def backward_workspace(
             parts.append(_part("tokens to pull of tiles", "8·M/64", 8 * tiles))
             parts.append(_part("first rows of tokens", "4·n·T", 4 * n * T))
     return tuple(parts)
+
+
+def row_bytes(config: MoEConfig, H: int) -> int:
+    """Of a row of x or dy, as it goes from rank to rank; `token_bytes` of the arena's layout."""
+    return 2 * H if config.precision == "operands" else ceil(H + H // 32, 16) * 16
+
+
+def may_replay(*, M: int, P: int, R: int, I: int, A: int, V: int, **_: int) -> bool:
+    """Whether a load may be such that a backward pass computes pre-activations anew."""
+    return P < M or (V > 1 and _halves_are_in_kept(R=R, P=P, I=I, A=A))
+
+
+def _halves_are_in_kept(*, R: int, P: int, I: int, A: int) -> bool:
+    """Whether lower halves of partial sums replace pre-activations, which are then replayed."""
+    return R + ceil(2**17 * A, 256 * I) * TILE_ROWS <= P
+
+
+def _shown_rows(direction: str, pulled: str, pushed: str, *, n: int, T: int, B: int) -> Part:
+    if direction == "pull":
+        return _part(pulled, "T·B", T * B)
+    return _part(pushed, "n·T·B", n * T * B)
 
 
 def _gradient_rows(config: MoEConfig, *, T: int, K: int, M: int) -> tuple[int, str]:

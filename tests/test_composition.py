@@ -41,10 +41,11 @@ def lower(
     mesh: Mesh | None = None,
     derive: bool = False,
     precision: str = "operands",
+    saved_rows: int | None = None,
     **sizes: str | int,
 ) -> str:
     """The program's text."""
-    config = jax_mok.MoEConfig(composition=composition, precision=precision)
+    config = jax_mok.MoEConfig(composition=composition, precision=precision, saved_rows=saved_rows)
     layer = functools.partial(
         jax_mok.moe, mesh=mesh or mesh_of(RANKS), axis_name="ep", config=config
     )
@@ -142,12 +143,28 @@ def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype
         lower("cuda", "fused", dtype=dtype, hidden=hidden)
 
 
+@with_peers
 @pytest.mark.parametrize("composition", ["auto", "fused", "composed"])
-@pytest.mark.parametrize("derive", [False, True])
-def test_mxfp8_on_gpus_names_the_composition_that_takes_it(composition, derive):
-    message = r"precision='mxfp8' has no GPU kernel yet: .* MoEConfig\(composition='collective'\)"
-    with pytest.raises(jax_mok.MoEError, match=message):
-        lower("cuda", composition, derive=derive, precision="mxfp8")
+def test_mxfp8_on_gpus_is_the_same_calls(composition):
+    forward, backward = "jax_mok_forward_peers", "jax_mok_backward_peers"
+    assert targets(lower("cuda", composition, precision="mxfp8")) == [forward]
+    program = lower("cuda", composition, derive=True, precision="mxfp8")
+    assert targets(program) == [forward, backward]
+    assert re.findall(r"mxfp8 = (\w+)", program) == ["true"] * 2
+
+
+def operands_of_backward(program: str) -> int:
+    (operands,) = re.findall(r"custom_call @jax_mok_backward_\w+\(([^)]*)\)", program)
+    return operands.count("%")
+
+
+@with_gpu_kernels
+@pytest.mark.parametrize(("saved_rows", "more"), [(None, 0), (64, 2)])
+def test_gate_and_up_of_the_forward_pass_go_to_a_backward_pass_that_may_replay(saved_rows, more):
+    options = {"mesh": mesh_of(1), "derive": True, "saved_rows": saved_rows}
+    count = operands_of_backward(lower("cuda", "fused", **options))
+    in_mx = operands_of_backward(lower("cuda", "fused", precision="mxfp8", **options))
+    assert (count, in_mx) == (11, 11 + more)
 
 
 @with_gpu_kernels

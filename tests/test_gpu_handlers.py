@@ -62,7 +62,7 @@ def gpu_program_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(
         jax.lax,
         "platform_dependent",
-        lambda *operands, cuda, default=None, cpu=None: cuda(*operands),
+        lambda *operands, cuda=None, default=None, cpu=None: (cuda or default)(*operands),
     )
 
 
@@ -76,9 +76,12 @@ WAYS = [
 
 @pytest.mark.usefixtures("gpu_program_on_cpu")
 @pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("precision", ["operands", "mxfp8"])
 @pytest.mark.parametrize(("composition", "ranks", "missing"), WAYS)
-def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing, derived):
-    config = jax_mok.MoEConfig(composition=composition)
+def test_handlers_of_the_layer_decode_what_they_get(
+    composition, ranks, missing, precision, derived
+):
+    config = jax_mok.MoEConfig(composition=composition, precision=precision)
     layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
     ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
     up = jnp.zeros((EXPERTS, HIDDEN, INNER), jnp.bfloat16)
@@ -97,9 +100,12 @@ def test_handlers_of_the_layer_decode_what_they_get(composition, ranks, missing,
 @pytest.mark.usefixtures("gpu_program_on_cpu")
 @pytest.mark.parametrize("masters", ["float32", "bfloat16"])
 @pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(
+    ("precision", "saved_rows"), [("operands", None), ("mxfp8", None), ("mxfp8", 0)]
+)
 @pytest.mark.parametrize(("composition", "ranks", "missing"), [WAYS[0], WAYS[1], WAYS[3]])
 def test_handlers_of_gradients_decode_what_they_get(
-    composition, ranks, missing, direction, masters, monkeypatch
+    composition, ranks, missing, precision, saved_rows, direction, masters, monkeypatch
 ):
     call = ffi.call
 
@@ -111,7 +117,11 @@ def test_handlers_of_gradients_decode_what_they_get(
 
     monkeypatch.setattr(ffi, "call", without_forward)
     config = jax_mok.MoEConfig(
-        composition=composition, reverse_combine=direction, reverse_dispatch=direction
+        composition=composition,
+        reverse_combine=direction,
+        reverse_dispatch=direction,
+        precision=precision,
+        saved_rows=saved_rows,
     )
     layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
     ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)

@@ -33,6 +33,15 @@ CASES = [
         for ranks in (1, 4)
     ),
     *(
+        (
+            jax_mok.MoEConfig(dispatch=dispatch, composition=composition, precision="mxfp8"),
+            SIZES | dict(ranks=ranks, hidden=2880),
+        )
+        for dispatch in ("pull", "push")
+        for composition in ("auto", "composed")
+        for ranks in (1, 4)
+    ),
+    *(
         (jax_mok.MoEConfig(ring_rows=rows, chunk_rows=64, composition="composed"), SIZES)
         for rows in (64, 256, 320, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192)
     ),
@@ -60,6 +69,7 @@ def test_bytes_are_those_of_the_kernels(config, sizes):
         reverse_dispatch_push=options.reverse_dispatch == "push",
         composed=options.composition == "composed",
         keeps_plan=False,
+        mxfp8=options.precision == "mxfp8",
     )
     assert memory.workspace_bytes == ffi.cuda.workspace_bytes(**arguments)
     assert memory.arena_bytes == ffi.cuda.arena_bytes(**arguments)
@@ -96,9 +106,11 @@ BACKWARD_CASES = [
                 reverse_dispatch=reverse_dispatch,
                 composition=composition,
                 ring_rows=ring_rows,
+                precision=precision,
             ),
             SIZES | dict(ranks=ranks),
         )
+        for precision in ("operands", "mxfp8")
         for dispatch in ("pull", "push")
         for reverse_combine in ("pull", "push")
         for reverse_dispatch in ("pull", "push")
@@ -127,6 +139,7 @@ def test_bytes_of_the_backward_pass_are_those_of_the_kernels(config, sizes):
         reverse_combine_push=options.reverse_combine == "push",
         reverse_dispatch_push=options.reverse_dispatch == "push",
         composed=options.composition == "composed",
+        mxfp8=options.precision == "mxfp8",
     )
     assert memory.workspace_bytes == ffi.cuda.backward_workspace_bytes(**arguments)
     assert memory.arena_bytes == ffi.cuda.backward_arena_bytes(**arguments)
@@ -219,6 +232,26 @@ def test_the_ring_of_wide_experts_is_a_part_of_the_forward_passes(changes, confi
     whole = jax_mok.memory(config, **wide).sizes["R"]
     ring = jax_mok.memory(config, **wide, backward=True).sizes["R"]
     assert whole <= parts * ring < whole + parts * 64
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize("hidden", [1600, 2048, 2880, 4096, 7168])
+def test_tokens_take_half_the_link_in_mxfp8(hidden, direction, backward):
+    def memory(precision):
+        config = jax_mok.MoEConfig(
+            dispatch=direction, reverse_combine=direction, precision=precision
+        )
+        return jax_mok.memory(config, **SIZES | dict(hidden=hidden), backward=backward)
+
+    whole, half = memory("operands"), memory("mxfp8")
+    assert half.sizes["B"] <= 0.52 * whole.sizes["B"] == 0.52 * 2 * hidden
+    for was, now in zip(whole.arena, half.arena, strict=True):
+        is_shown = was.name in ("x", "dy", "received tokens", "received dy")
+        assert now.name == was.name
+        assert now.bytes <= 0.52 * was.bytes if is_shown else now.bytes == was.bytes
+    assert re.search(r"^n=2 .* B=\d+ ", str(half))
+    assert "B bytes of a token on the link" in str(half)
 
 
 def test_numpy_numbers_are_numbers():

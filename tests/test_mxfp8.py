@@ -401,12 +401,6 @@ def test_precisions_there_are(precision):
         jax_mok.MoEConfig(precision=precision)
 
 
-def test_memory_knows_no_kernels_of_it():
-    sizes = {"ranks": 1, "tokens": 64, "top_k": 2, "experts": 4, "hidden": 64, "inner": 64}
-    with pytest.raises(jax_mok.MoEInputError, match="precision='mxfp8' has no GPU kernel yet"):
-        jax_mok.memory(MXFP8, **sizes)
-
-
 def test_weights_without_a_master_say_where_gradients_can_go():
     inputs = batch()
 

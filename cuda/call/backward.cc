@@ -14,6 +14,7 @@
 #include "sm90/choices.h"
 #include "sm90/finish.h"
 #include "sm90/pull_share.h"
+#include "sm90/round_rows.h"
 #include "sm90/tensor_map.h"
 #include "sm90/weighted_sum.h"
 
@@ -48,8 +49,12 @@ bool encode_maps(const BackwardCall& call, const BackwardWorkspace& space, Backw
       std::min(call.sizes.ring_rows, call.sizes.plan.max_rows()) * (inner / kPanelColumns);
   const uint16_t* const gradients = gradient_ring(call, space);
   const uint16_t* const weighted = space.hidden_ring;
-  return encode_matrix(&params->gate, call.gate, experts * hidden, inner, kBlockDepth) &&
-         encode_matrix(&params->up, call.up, experts * hidden, inner, kBlockDepth) &&
+  const uint16_t* const replay_gate = call.replay_gate == nullptr ? call.gate : call.replay_gate;
+  const uint16_t* const replay_up = call.replay_up == nullptr ? call.up : call.replay_up;
+  return encode_matrix(&params->gate, replay_gate, experts * hidden, inner, kBlockDepth) &&
+         encode_matrix(&params->up, replay_up, experts * hidden, inner, kBlockDepth) &&
+         encode_matrix(&params->input_gate, call.gate, experts * hidden, inner, kBlockDepth) &&
+         encode_matrix(&params->input_up, call.up, experts * hidden, inner, kBlockDepth) &&
          encode_matrix(&params->down, call.down, experts * inner, hidden, kBlockDepth) &&
          encode_matrix(&params->gradient_blocks, gradients, 2 * rows, kPanelColumns, kTileRows) &&
          encode_matrix(&params->gradient_warps, gradients, 2 * rows, kPanelColumns, kWarpRows) &&
@@ -76,10 +81,15 @@ struct Places {
   float* d_weights;
   uint16_t* received_x;
   uint16_t* received_dy;
+  // Its own in MXFP8, beside those received; null if all are expanded wave by wave.
+  uint16_t* rounded_x;
+  uint16_t* rounded_dy;
 };
 
-Places find_places(const BackwardWorkspace& space, const ArenaLayout& layout, const Arena* arena) {
-  Places places{space.dx_rows, space.d_weights, space.received_x, space.received_dy};
+Places find_places(const BackwardSizes& sizes, const BackwardWorkspace& space,
+                   const ArenaLayout& layout, const Arena* arena) {
+  Places places{space.dx_rows,     space.d_weights, space.received_x,
+                space.received_dy, space.rounded_x, space.rounded_dy};
   if (arena == nullptr) {
     return places;
   }
@@ -88,6 +98,14 @@ Places find_places(const BackwardWorkspace& space, const ArenaLayout& layout, co
   };
   places.dx_rows = part_of_arena(layout.rows_offset());
   places.d_weights = reinterpret_cast<float*>(arena->own + layout.numbers_offset());
+  if (sizes.is_mx) {
+    if (sizes.pulls()) {
+      const int64_t own = arena->rank * sizes.plan.tokens * sizes.hidden;
+      places.rounded_x = space.received_x + own;
+      places.rounded_dy = space.received_dy + own;
+    }
+    return places;
+  }
   if (layout.x_is_pushed) {
     places.received_x = part_of_arena(layout.x_offset());
   }
@@ -95,6 +113,17 @@ Places find_places(const BackwardWorkspace& space, const ArenaLayout& layout, co
     places.received_dy = part_of_arena(layout.dy_offset());
   }
   return places;
+}
+
+// This rank's, as products take them.
+struct OwnTokens {
+  const uint16_t* x;
+  const uint16_t* dy;
+};
+
+OwnTokens own_tokens(const BackwardCall& call, const Places& places) {
+  return call.sizes.is_mx ? OwnTokens{places.rounded_x, places.rounded_dy}
+                          : OwnTokens{call.x, call.dy};
 }
 
 // All but the tensor maps.
@@ -123,6 +152,8 @@ void fill_params(const BackwardCall& call, const BackwardWorkspace& space, const
   params.dy_offset = layout.dy_offset();
   params.slots_offset = layout.rows_offset();
   params.d_weight_offset = layout.numbers_offset();
+  params.x_is_pushed = layout.x_is_pushed;
+  params.dy_is_pushed = layout.dy_is_pushed;
   params.row_source = call.row_source;
   params.zeros = space.zeros;
   params.x_rows = space.list.x_rows;
@@ -164,17 +195,25 @@ void launch_waves(const BackwardCall& call, const BackwardWorkspace& space,
                   const BackwardParams& all, const Places& places, int clusters,
                   cudaStream_t stream, Launches& launch) {
   BackwardParams params = all;
+  const BackwardSizes& sizes = call.sizes;
+  const OwnTokens own = own_tokens(call, places);
   const int64_t waves = max_backward_waves(call.sizes.plan.max_tiles(),
                                            call.sizes.plan.local_experts(), params.shape);
   for (int32_t wave = 0; wave < waves; ++wave) {
     const WaveMoves moves{params, space.list.wave_count, wave};
-    launch("dispatch",
-           dispatch_tokens(moves, {call.x, places.received_x, params.x_offset, space.x_ring},
-                           {call.dy, places.received_dy, params.dy_offset, space.dy_ring}, stream));
+    if (sizes.is_mx && sizes.has_peers()) {
+      launch("dispatch", expand_tokens(moves, space.x_ring, space.dy_ring, stream));
+    } else {
+      launch(
+          "dispatch",
+          dispatch_tokens(moves, {own.x, places.received_x, params.x_offset, space.x_ring},
+                          {own.dy, places.received_dy, params.dy_offset, space.dy_ring}, stream));
+    }
     const auto multiply = [&](const char* what, const ItemRange* range, int index) {
       params.range = range;
       params.next_item = space.next_items + wave * kWaveLaunches + index;
-      launch(what, launch_backward(params, Timeline{}, clusters, stream));
+      launch(what, (sizes.is_mx ? launch_mx_backward : launch_backward)(params, Timeline{},
+                                                                        clusters, stream));
     };
     const BackwardRanges* const ranges = space.list.ranges + wave;
     multiply("replay", &ranges->replay, 0);
@@ -203,7 +242,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   }
   const Device device = device_of(ordinal);
   const bool is_pushed = sizes.directions.reverse_dispatch_push;
-  const Places places = find_places(space, layout, arena);
+  const Places places = find_places(sizes, space, layout, arena);
   BackwardParams params{};
   if (!encode_maps(call, space, &params)) {
     return "the driver refuses the tensor maps of these shapes";
@@ -224,25 +263,33 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
   }
   if (arena != nullptr) {
-    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank, call.x,
-                                        call.dy, stream));
+    launch("publish",
+           publish_gradients(*arena, layout, plan, call.weights, call.slot_rank,
+                             {call.x, places.rounded_x}, {call.dy, places.rounded_dy}, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("weights", cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                                       sizeof(float) * plan.ranks * plan.choices(),
                                       cudaMemcpyDeviceToDevice, stream));
+  } else if (sizes.is_mx) {
+    const auto round = [&](const uint16_t* from, uint16_t* to) {
+      launch("round", round_rows(from, to, plan.tokens, params.hidden, stream));
+    };
+    round(call.x, places.rounded_x);
+    round(call.dy, places.rounded_dy);
   }
+  const OwnTokens own = own_tokens(call, places);
   launch("work list", list_backward(plan, params.shape, params.rank, sizes.saved_tiles(),
                                     call.expert_tile, call.row_source,
-                                    {.x = {call.x, places.received_x, space.x_ring},
-                                     .dy = {call.dy, places.received_dy, space.dy_ring},
+                                    {.x = {own.x, places.received_x, space.x_ring},
+                                     .dy = {own.dy, places.received_dy, space.dy_ring},
                                      .zeros = space.zeros,
                                      .width = sizes.hidden},
                                     space.list, space.link_failed, stream));
   if (sizes.composed) {
     launch_waves(call, space, params, places, device.backward_clusters, stream, launch);
   } else {
-    launch("backward",
-           launch_backward(params, timeline_of(ordinal), device.backward_clusters, stream));
+    launch("backward", (sizes.is_mx ? launch_mx_backward : launch_backward)(
+                           params, timeline_of(ordinal), device.backward_clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

@@ -18,14 +18,17 @@ struct BackwardCall {
   uint64_t timeout_ns;
   void* communicator;  // that of `prepare_peers`, for `arena_layout`; null without peers
 
-  // bf16 where nothing else is said.
+  // bf16 where nothing else is said; weights are given rounded to MXFP8, if the sizes say so, for
+  // the products of the backward pass.
   const uint16_t* x;     // [tokens, hidden]
   const uint16_t* dy;    // [tokens, hidden]
   const float* weights;  // [tokens, top_k] of the router
   const uint16_t* gate;  // [local experts, hidden, inner]
   const uint16_t* up;
-  const uint16_t* down;       // [local experts, inner, hidden]
-  const int32_t* row_source;  // of the plan, likewise the next three
+  const uint16_t* down;         // [local experts, inner, hidden]
+  const uint16_t* replay_gate;  // as gate, of the forward pass; null if it is the same, or if
+  const uint16_t* replay_up;    // pre-activations of all rows are saved
+  const int32_t* row_source;    // of the plan, likewise the next three
   const int32_t* expert_tile;
   const int32_t* slot_rank;
   const int32_t* slot_row;

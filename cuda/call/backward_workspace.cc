@@ -65,6 +65,8 @@ BackwardWorkspace lay_out(const BackwardSizes& sizes, char* base) {
   };
   space.received_x = rows_if(sizes.pulls_x(), plan.ranks * plan.tokens);
   space.received_dy = rows_if(sizes.pulls_dy(), plan.ranks * plan.tokens);
+  space.rounded_x = rows_if(sizes.is_mx && !has_peers, plan.tokens);
+  space.rounded_dy = rows_if(sizes.is_mx && !has_peers, plan.tokens);
   space.weights = has_peers ? parts.take<float>(plan.ranks * plan.choices()) : nullptr;
   space.dx_rows = rows_if(!has_peers, sizes.dx_rows());
   space.d_weights = has_peers ? nullptr : parts.take<float>(sizes.dx_rows());

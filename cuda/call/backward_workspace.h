@@ -22,15 +22,17 @@ struct BackwardSizes {
   int64_t saved_rows;
   int64_t hidden;
   int64_t inner;
+  bool is_mx;  // products are of operands in MXFP8
 
-  ArenaLayout arena_layout() const { return gradient_arena(plan, directions, hidden); }
+  ArenaLayout arena_layout() const { return gradient_arena(plan, directions, hidden, is_mx); }
   uint64_t signature() const {
-    return signature_of(CallKind::kBackward, plan, directions, hidden, inner);
+    return signature_of(CallKind::kBackward, plan, directions, hidden, inner, is_mx);
   }
   bool has_peers() const { return plan.ranks > 1; }
-  // Whether the kernel pulls them. (The composed pass pulls row by row.)
-  bool pulls_x() const { return has_peers() && !composed && !directions.dispatch_push; }
-  bool pulls_dy() const { return has_peers() && !composed && !directions.reverse_combine_push; }
+  // Whether the kernel pulls them: of MXFP8 also what has been pushed, to expand it. (The composed
+  // pass pulls row by row.)
+  bool pulls_x() const { return pulls_unless(directions.dispatch_push); }
+  bool pulls_dy() const { return pulls_unless(directions.reverse_combine_push); }
   bool pulls() const { return pulls_x() || pulls_dy(); }
   // Whether the ring of the gradients of pre-activations is the memory of those saved. A wave has
   // no more tiles than the ring, so the place of a tile in it is that of the same tile's saved
@@ -46,6 +48,11 @@ struct BackwardSizes {
   // Tiles whose pre-activations are saved.
   sm90::SavedTiles saved_tiles() const;
   sm90::BackwardShape shape() const;
+
+ private:
+  bool pulls_unless(bool are_pushed) const {
+    return has_peers() && !composed && (is_mx || !are_pushed);
+  }
 };
 
 constexpr int kWaveLaunches = 4;  // of a wave of the composed pass, with items
@@ -58,6 +65,8 @@ struct BackwardWorkspace {
   uint4* lower_halves;      // of partial sums; only if there may be any, and not in what is saved
   uint16_t* received_x;     // [ranks, tokens, hidden]; only if the kernel pulls them
   uint16_t* received_dy;    // likewise
+  uint16_t* rounded_x;      // [tokens, hidden] in MXFP8; only without peers
+  uint16_t* rounded_dy;     // likewise
   float* weights;           // [ranks, tokens, top_k]; only with peers
   uint16_t* dx_rows;        // home slots or rows of dx, [rows, hidden]; only without peers
   float* d_weights;         // likewise of the router weights' gradients, [rows]

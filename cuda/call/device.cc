@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -17,6 +18,7 @@
 #include "sm90/move_rows.h"
 #include "sm90/mx.h"
 #include "sm90/plan.h"
+#include "sm90/round_rows.h"
 #include "sm90/weighted_sum.h"
 #include "sm90/work_list.h"
 
@@ -52,11 +54,16 @@ std::string prepare_device(int32_t ordinal) {
            "." + std::to_string(minor) + "; the kernels need 9.0 (H100, H200)";
   }
   if (error == cudaSuccess) error = prepare_plan();
+  int mx_clusters = 0, mx_backward_clusters = 0;
   if (error == cudaSuccess) error = prepare_forward(&device.clusters);
+  if (error == cudaSuccess) error = prepare_mx_forward(&mx_clusters);
   if (error == cudaSuccess) error = prepare_backward(&device.backward_clusters);
+  if (error == cudaSuccess) error = prepare_mx_backward(&mx_backward_clusters);
+  device.clusters = std::min(device.clusters, mx_clusters);
+  device.backward_clusters = std::min(device.backward_clusters, mx_backward_clusters);
   for (const auto load :
        {load_backward_list, load_backward_moves, load_choices, load_exchange, load_finish,
-        load_move_rows, load_mx, load_weighted_sum, load_work_list}) {
+        load_move_rows, load_mx, load_round_rows, load_weighted_sum, load_work_list}) {
     if (error == cudaSuccess) error = load();
   }
   if (error == cudaSuccess) {

@@ -9,6 +9,7 @@
 #include "link/exchange.h"
 #include "sm90/finish.h"
 #include "sm90/pull_share.h"
+#include "sm90/round_rows.h"
 #include "sm90/tensor_map.h"
 #include "sm90/weighted_sum.h"
 
@@ -57,16 +58,21 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   uint16_t* received = space.received;
   if (arena != nullptr) {
     (shape.directions.combine_push ? slots : outputs) = part_of_arena(layout.rows_offset());
-    if (shape.directions.dispatch_push) {
+    if (shape.directions.dispatch_push && !shape.is_mx) {
       received = part_of_arena(layout.x_offset());
     }
+  }
+  // This rank's tokens in MXFP8: beside those received, unless all are expanded wave by wave.
+  uint16_t* rounded = space.rounded;
+  if (shape.is_mx && received != nullptr) {
+    rounded = received + rank * shape.plan.tokens * shape.hidden;
   }
 
   ForwardParams params{};
   if (!encode_maps(call, space.hidden_ring, &params)) {
     return "the driver refuses the tensor maps of these shapes";
   }
-  params.x = call.x;
+  params.x = shape.is_mx ? rounded : call.x;
   params.received = received;
   const auto ring_rows = static_cast<int32_t>(shape.ring_rows);
   params.dispatched = {space.dispatched, ring_rows};
@@ -76,6 +82,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   params.own_slots = space.own_slots;
   params.bases = arena == nullptr ? nullptr : arena->bases;
   params.x_offset = layout.x_offset();
+  params.x_is_pushed = layout.x_is_pushed;
   params.slots_offset = layout.rows_offset();
   params.zeros = space.zeros;
   params.row_source = tables.row_source;
@@ -109,12 +116,14 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   const int32_t* routes = call.ids;
   if (arena != nullptr) {
-    launch("publish", publish(*arena, layout, shape.plan, call.ids, call.x, stream));
+    launch("publish", publish(*arena, layout, shape.plan, call.ids, {call.x, rounded}, stream));
     launch("entry barrier",
            barrier(*arena, layout, Meeting::kEntry, shape.signature(), call.timeout_ns,
                    space.kernel_failed, space.link_failed, device.record, stream));
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     routes = space.routes;
+  } else if (shape.is_mx) {
+    launch("round", round_rows(call.x, rounded, shape.plan.tokens, params.hidden, stream));
   }
   launch("plan",
          build_plan(shape.plan, rank,
@@ -124,7 +133,8 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   if (shape.composed) {
     launch_waves(shape, space, params, device.clusters, stream, launch);
   } else {
-    launch("forward", launch_forward(params, timeline_of(ordinal), device.clusters, stream));
+    launch("forward", (shape.is_mx ? launch_mx_forward : launch_forward)(
+                          params, timeline_of(ordinal), device.clusters, stream));
   }
   if (arena != nullptr) {
     if (launch.failed()) {  // the peers' slots are not filled

@@ -19,7 +19,7 @@ struct ForwardCall {
   uint64_t timeout_ns;
   void* communicator;  // that of `prepare_peers`, for `arena_layout`; null without peers
 
-  // bf16 where nothing else is said.
+  // bf16 where nothing else is said; weights are given rounded to MXFP8, if the shape says so.
   const uint16_t* x;     // [tokens, hidden]
   const int32_t* ids;    // [tokens, top_k]
   const float* weights;  // [tokens, top_k]

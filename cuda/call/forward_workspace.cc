@@ -5,7 +5,8 @@
 namespace mok::sm90 {
 
 ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directions, bool composed,
-                                bool keeps_plan, int64_t ring_rows, int64_t hidden, int64_t inner) {
+                                bool keeps_plan, int64_t ring_rows, int64_t hidden, int64_t inner,
+                                bool is_mx) {
   const auto ring_tiles = static_cast<int32_t>(ring_rows / kTileRows);
   const auto most_tiles = static_cast<int32_t>(plan.max_tiles());
   const auto width = static_cast<int32_t>(hidden);
@@ -18,7 +19,8 @@ ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directi
                            : forward_work_shape(ring_tiles, most_tiles, width, depth),
           .ring_rows = ring_rows,
           .hidden = hidden,
-          .inner = inner};
+          .inner = inner,
+          .is_mx = is_mx};
 }
 
 int32_t ForwardShape::waves() const {
@@ -53,6 +55,7 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
                 .wave_count = shape.waves()};
   space.hidden_ring = parts.take<uint16_t>(shape.ring_rows * shape.inner);
   space.received = rows_if(shape.pulls_tokens(), plan.ranks * plan.tokens);
+  space.rounded = rows_if(alone && shape.is_mx, plan.tokens);
   space.own_slots = rows_if(alone && pushes_rows, plan.choices());
   space.outputs = rows_if(alone && !pushes_rows, plan.max_rows());
   space.dispatched = rows_if(shape.composed, shape.ring_rows);

@@ -23,17 +23,20 @@ struct ForwardShape {
   int64_t ring_rows;
   int64_t hidden;
   int64_t inner;
+  bool is_mx;  // products are of operands in MXFP8
 
   ArenaLayout arena_layout() const {
-    return keeps_plan ? gradient_arena(plan, directions, hidden)
-                      : forward_arena(plan, directions, hidden);
+    return keeps_plan ? gradient_arena(plan, directions, hidden, is_mx)
+                      : forward_arena(plan, directions, hidden, is_mx);
   }
   uint64_t signature() const {
-    return signature_of(CallKind::kForward, plan, directions, hidden, inner);
+    return signature_of(CallKind::kForward, plan, directions, hidden, inner, is_mx);
   }
   bool has_peers() const { return plan.ranks > 1; }
-  // Whether the forward kernel pulls.
-  bool pulls_tokens() const { return has_peers() && !directions.dispatch_push && !composed; }
+  // Whether the forward kernel pulls: of MXFP8 also what has been pushed, to expand it.
+  bool pulls_tokens() const {
+    return has_peers() && !composed && (is_mx || !directions.dispatch_push);
+  }
   // That the worst load takes; 0 unless composed.
   int32_t waves() const;
 };
@@ -46,6 +49,7 @@ struct Workspace {
   WorkList list;
   uint16_t* hidden_ring;  // [ring_rows, inner]
   uint16_t* received;     // [ranks, tokens, hidden]; only if tokens are pulled
+  uint16_t* rounded;      // [tokens, hidden] of x in MXFP8; only without peers
   uint16_t* own_slots;    // [tokens, top_k, hidden]; only without peers, if combine pushes
   uint16_t* outputs;      // [max_rows, hidden]; only without peers, if combine pulls
 
@@ -70,7 +74,7 @@ struct Workspace {
 // Sizes with the cluster, group and step sizes that measured best.
 MOK_EXPORT ForwardShape make_forward_shape(const PlanShape& plan, const Directions& directions,
                                            bool composed, bool keeps_plan, int64_t ring_rows,
-                                           int64_t hidden, int64_t inner);
+                                           int64_t hidden, int64_t inner, bool is_mx);
 
 // Lays the parts out from `base`; with a null base only `bytes` means anything.
 MOK_EXPORT Workspace lay_out(const ForwardShape& shape, char* base);

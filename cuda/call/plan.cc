@@ -73,7 +73,8 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
     return "the workspace is too small";
   }
   CallRecord* const record = device_of(ordinal).record;
-  const uint64_t signature = signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0);
+  const uint64_t signature =
+      signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0, /*is_mx=*/false);
 
   count_launched_call();
   Launches launch;
@@ -85,7 +86,7 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
       launch(what, barrier(*arena, layout, meeting, signature, call.timeout_ns, space.kernel_failed,
                            space.link_failed, record, stream));
     };
-    launch("publish", publish(*arena, layout, shape, routes, /*x=*/nullptr, stream));
+    launch("publish", publish(*arena, layout, shape, routes, /*x=*/{}, stream));
     meet("entry barrier", Meeting::kEntry);
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it

@@ -19,6 +19,11 @@ constexpr int kMxBlock = 32;
 constexpr uint8_t kMxNanScale = 255;
 constexpr uint8_t kMxNanElement = 0x7f;  // of either sign
 
+// Of a row with blocks along it: its elements, then its scales, up to a multiple of 16 bytes.
+MOK_HOST_DEVICE inline int64_t mx_row_bytes(int64_t width) {
+  return (width + width / kMxBlock + 15) / 16 * 16;
+}
+
 namespace mx_detail {
 
 constexpr uint32_t kInfinity = 0x7f800000;

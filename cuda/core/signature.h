@@ -23,11 +23,11 @@ inline uint64_t hash_of(std::initializer_list<int64_t> words) {
 // The same for the same call, and almost surely another for another one. A plan alone has no
 // widths.
 inline uint64_t signature_of(CallKind kind, const PlanShape& plan, const Directions& directions,
-                             int64_t hidden, int64_t inner) {
+                             int64_t hidden, int64_t inner, bool is_mx) {
   return hash_of({static_cast<int64_t>(kind), plan.ranks, plan.tokens, plan.top_k, plan.experts,
                   plan.tile_rows, directions.dispatch_push, directions.combine_push,
-                  directions.reverse_combine_push, directions.reverse_dispatch_push, hidden,
-                  inner});
+                  directions.reverse_combine_push, directions.reverse_dispatch_push, hidden, inner,
+                  is_mx});
 }
 
 }  // namespace mok

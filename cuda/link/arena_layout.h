@@ -4,6 +4,7 @@
 
 #include "core/host_device.h"
 #include "core/meeting.h"
+#include "core/mx.h"
 
 // What ranks show each other: one arena a rank, of the same layout everywhere.
 //
@@ -11,15 +12,17 @@
 //   choices  [ranks, tokens, top_k]  4 byte  expert ids of all ranks, or in a backward call their
 //                                            router weights, pushed by each
 //   x        [tokens, width]         bf16    this rank's tokens, pulled by its peers; or
-//            [ranks, tokens, width]          the peers' tokens, pushed by each (the own are unused)
+//            [ranks, tokens, width]          the peers' tokens, pushed by each (the own are
+//            unused); or such rows in MXFP8, each with its scales (the own are there, too)
 //   dy       as x                    bf16    the output's gradient, only under a gradient
 //   rows     [tokens, top_k, width]  bf16    home slots, pushed by the experts' ranks; or
 //            [most rows, width]              rows of this rank's experts, pulled by the home ranks;
 //                                            under a gradient the larger, for both passes
 //   numbers  as rows, without width  f32     the router weights' gradients, likewise
 //
-// bytes = 24·ranks + 4·ranks·choices + 2·width·(tokens or ranks·tokens) [+ likewise for dy] +
-//         2·width·rows [+ 4·rows], each part rounded up to 256.
+// bytes = 24·ranks + 4·ranks·choices + row·(tokens or ranks·tokens) [+ likewise for dy] +
+//         2·width·rows [+ 4·rows], each part rounded up to 256,
+// with row = 2·width, or of MXFP8 width + width/32 rounded up to 16.
 namespace mok {
 
 struct ArenaLayout {
@@ -31,10 +34,14 @@ struct ArenaLayout {
   int64_t rows = 0;
   bool has_gradients = false;
   bool dy_is_pushed = false;
+  bool is_mx = false;  // x and dy
 
   bool operator==(const ArenaLayout&) const = default;
 
   MOK_HOST_DEVICE static int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+  // Of a row of x or dy.
+  MOK_HOST_DEVICE int64_t token_bytes() const { return is_mx ? mx_row_bytes(width) : 2 * width; }
 
   MOK_HOST_DEVICE int64_t flags_offset() const { return 0; }
   MOK_HOST_DEVICE int64_t choices_offset() const {
@@ -52,7 +59,7 @@ struct ArenaLayout {
 
  private:
   MOK_HOST_DEVICE int64_t tokens_bytes(bool are_pushed) const {
-    return align(2 * (are_pushed ? ranks : 1) * tokens * width);
+    return align((are_pushed ? ranks : 1) * tokens * token_bytes());
   }
 };
 

@@ -1,6 +1,7 @@
 #include "device/clock.cuh"
 #include "device/inject.cuh"
 #include "device/load_kernels.h"
+#include "device/mx_rows.cuh"
 #include "device/warp.cuh"
 #include "link/exchange.h"
 
@@ -9,6 +10,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kCopyBlocks = 264;
+constexpr int kRoundThreads = 256;
+constexpr int kRoundBlocks = 3 * 132;
 constexpr int kBarrierThreads = 128;
 
 __device__ void copy(void* to, const void* from, int64_t bytes, int64_t thread, int64_t threads) {
@@ -27,8 +30,8 @@ struct Published {
   const int32_t* words;   // [tokens, top_k] for all: expert ids, or the bits of router weights
   const int32_t* ids;     // [tokens, top_k] expert ids; or, if they are null,
   const int32_t* owners;  // their ranks, kMaskedChoice for none
-  const void* x;          // [tokens, width]
-  const void* dy;         // [tokens, width] of a backward call, else null
+  ShownRows x;
+  ShownRows dy;  // of a backward call, else null
 };
 
 // The peer to which the k-th of a token's choices sends it: its expert's rank, unless that is the
@@ -55,15 +58,15 @@ __device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const Publis
   return peer;
 }
 
-// Of the rows `from`, one a token, to where the peers receive them; a warp takes a token, its lanes
-// first the choices, then the bytes.
+// Of the rows that `row_of(token)` gives, to where the peers receive them; a warp takes a token,
+// its lanes first the choices, then the bytes.
+template <typename RowOf>
 __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layout,
-                            const PlanShape& plan, const Published& published, const void* from,
-                            int64_t offset, int64_t warp, int64_t warps) {
+                            const PlanShape& plan, const Published& published, int64_t row_bytes,
+                            const RowOf& row_of, int64_t offset, int64_t warp, int64_t warps) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t row_bytes = 2 * layout.width;
   for (int64_t token = warp; token < layout.tokens; token += warps) {
-    const char* const row = static_cast<const char*>(from) + token * row_bytes;
+    const char* const row = row_of(token);
     const int64_t to = offset + (rank * layout.tokens + token) * row_bytes;
     for (int32_t first = 0; first < plan.top_k; first += kWarp) {
       const int32_t k = first + lane;
@@ -78,16 +81,42 @@ __device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layou
   }
 }
 
+// Rounds rows to MXFP8, in this rank's arena, and pushes them from there if they are pushed; a warp
+// takes a token.
+__device__ void show_rounded(char** bases, int32_t rank, const ArenaLayout& layout,
+                             const PlanShape& plan, const Published& published,
+                             const ShownRows& shown, int64_t offset, bool are_pushed, int64_t warp,
+                             int64_t warps) {
+  const int64_t row_bytes = layout.token_bytes();
+  char* const own = bases[rank] + offset + (are_pushed ? rank * layout.tokens * row_bytes : 0);
+  const auto round_token = [&](int64_t token) {
+    char* const row = own + token * row_bytes;
+    round_row(shown.rows + token * layout.width, static_cast<int32_t>(layout.width), row,
+              shown.rounded == nullptr ? nullptr : shown.rounded + token * layout.width);
+    return row;
+  };
+  if (are_pushed) {
+    const auto row_of = [&](int64_t token) {
+      const char* const row = round_token(token);
+      __syncwarp();  // a lane pushes what others have written
+      return row;
+    };
+    push_tokens(bases, rank, layout, plan, published, row_bytes, row_of, offset, warp, warps);
+    return;
+  }
+  for (int64_t token = warp; token < layout.tokens; token += warps) {
+    round_token(token);
+  }
+}
+
 __device__ Flag* flags_of(char* base, const ArenaLayout& layout) {
   return reinterpret_cast<Flag*>(base + layout.flags_offset());
 }
 
-__global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
-                               Published published) {
-  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  const int64_t threads = gridDim.x * int64_t{blockDim.x};
+__device__ void push_words(char** bases, int32_t rank, const ArenaLayout& layout,
+                           const int32_t* words, int64_t thread, int64_t threads) {
   for (int64_t i = thread; i < layout.choices; i += threads) {
-    const int32_t word = published.words[i];
+    const int32_t word = words[i];
     for (int32_t peer = 0; peer < layout.ranks; ++peer) {
       if (!inject::drops(Hook::kPushChoices, peer)) {
         reinterpret_cast<int32_t*>(bases[peer] +
@@ -95,18 +124,58 @@ __global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, P
       }
     }
   }
+}
+
+__global__ void publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
+                               Published published) {
+  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t threads = gridDim.x * int64_t{blockDim.x};
+  push_words(bases, rank, layout, published.words, thread, threads);
   const auto show_rows = [&](const void* rows, int64_t offset, bool are_pushed) {
     if (are_pushed) {
-      push_tokens(bases, rank, layout, plan, published, rows, offset, thread / kWarp,
+      const int64_t row_bytes = 2 * layout.width;
+      const auto row_of = [&](int64_t token) {
+        return static_cast<const char*>(rows) + token * row_bytes;
+      };
+      push_tokens(bases, rank, layout, plan, published, row_bytes, row_of, offset, thread / kWarp,
                   threads / kWarp);
     } else {
       copy(bases[rank] + offset, rows, 2 * layout.tokens * layout.width, thread, threads);
     }
   };
-  show_rows(published.x, layout.x_offset(), layout.x_is_pushed);
-  if (published.dy != nullptr) {
-    show_rows(published.dy, layout.dy_offset(), layout.dy_is_pushed);
+  show_rows(published.x.rows, layout.x_offset(), layout.x_is_pushed);
+  if (published.dy.rows != nullptr) {
+    show_rows(published.dy.rows, layout.dy_offset(), layout.dy_is_pushed);
   }
+}
+
+// The same in MXFP8.
+__global__ void __launch_bounds__(kRoundThreads, kRoundBlocks / 132)
+    publish_rounded_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
+                           Published published) {
+  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t threads = gridDim.x * int64_t{blockDim.x};
+  push_words(bases, rank, layout, published.words, thread, threads);
+  const auto show = [&](const ShownRows& rows, int64_t offset, bool are_pushed) {
+    show_rounded(bases, rank, layout, plan, published, rows, offset, are_pushed, thread / kWarp,
+                 threads / kWarp);
+  };
+  show(published.x, layout.x_offset(), layout.x_is_pushed);
+  if (published.dy.rows != nullptr) {
+    show(published.dy, layout.dy_offset(), layout.dy_is_pushed);
+  }
+}
+
+cudaError_t launch_publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
+                           const Published& published, cudaStream_t stream) {
+  if (layout.is_mx) {
+    publish_rounded_kernel<<<kRoundBlocks, kRoundThreads, 0, stream>>>(arena.bases, arena.rank,
+                                                                       layout, plan, published);
+  } else {
+    publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
+                                                         published);
+  }
+  return cudaGetLastError();
 }
 
 __device__ void show(char** bases, int32_t rank, const ArenaLayout& layout, uint64_t Flag::* word,
@@ -237,20 +306,16 @@ __global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64
 }  // namespace
 
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const void* x, cudaStream_t stream) {
-  const Published published{ids, ids, nullptr, x, nullptr};
-  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
-                                                       published);
-  return cudaGetLastError();
+                    const int32_t* ids, const ShownRows& x, cudaStream_t stream) {
+  return launch_publish(arena, layout, plan, {ids, ids, nullptr, x, {}}, stream);
 }
 
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const int32_t* slot_rank, const void* x,
-                              const void* dy, cudaStream_t stream) {
-  const Published published{reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy};
-  publish_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, plan,
-                                                       published);
-  return cudaGetLastError();
+                              const float* weights, const int32_t* slot_rank, const ShownRows& x,
+                              const ShownRows& dy, cudaStream_t stream) {
+  return launch_publish(arena, layout, plan,
+                        {reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy},
+                        stream);
 }
 
 cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
@@ -276,7 +341,8 @@ cudaError_t mask_routes_if(const int32_t* failed, int32_t* routes, int64_t count
 }
 
 cudaError_t load_exchange() {
-  return load_kernels(publish_kernel, barrier_kernel, copy_routes_kernel, mask_routes_kernel);
+  return load_kernels(publish_kernel, publish_rounded_kernel, barrier_kernel, copy_routes_kernel,
+                      mask_routes_kernel);
 }
 
 }  // namespace mok

@@ -13,18 +13,25 @@
 // bound; it is one block, so it cannot keep a collective of another library from its SMs.
 namespace mok {
 
+// Rows of this rank, [tokens, width] of bf16. In a layout of MXFP8 they are rounded, and what they
+// are then goes to `rounded`, too, unless that is null.
+struct ShownRows {
+  const uint16_t* rows;
+  uint16_t* rounded = nullptr;
+};
+
 // Pushes this rank's routes to all ranks, and shows them its tokens; or, if that is the layout's
 // direction, pushes each token to the peers whose experts it has chosen, once to each. `x` may be
 // null if the layout has no width.
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const void* x, cudaStream_t stream);
+                    const int32_t* ids, const ShownRows& x, cudaStream_t stream);
 
 // Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
 // the output's gradient, or pushes them; for a layout of a backward call. `slot_rank` is that of
 // the plan.
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const int32_t* slot_rank, const void* x,
-                              const void* dy, cudaStream_t stream);
+                              const float* weights, const int32_t* slot_rank, const ShownRows& x,
+                              const ShownRows& dy, cudaStream_t stream);
 
 // Each call has an entry and an exit, whether the entry is passed or not.
 //

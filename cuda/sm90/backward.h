@@ -20,7 +20,8 @@
 namespace mok::sm90 {
 
 struct BackwardParams {
-  // Boxes of 64 x 64: panels of the weights [experts * rows, columns].
+  // Boxes of 64 x 64: panels of the weights [experts * rows, columns]. Those that pre-activations
+  // are replayed with are the forward pass's, which in MXFP8 differ from those of dx.
   CUtensorMap gate;
   CUtensorMap up;
   CUtensorMap down;
@@ -35,6 +36,8 @@ struct BackwardParams {
   CUtensorMap d_gate;
   CUtensorMap d_up;
   CUtensorMap d_down;
+  CUtensorMap input_gate;
+  CUtensorMap input_up;
 
   Bits16* received_x;    // [ranks, tokens, hidden] the peers' tokens
   Bits16* received_dy;   // likewise
@@ -94,8 +97,11 @@ struct BackwardParams {
   Clamp clamp;
   uint64_t timeout_ns;
   int32_t peers_apart;  // see sm90/pull_share.h
+  bool x_is_pushed;   // of MXFP8: tokens lie in this rank's arena, those of all ranks
+  bool dy_is_pushed;  // likewise
 
   static constexpr bool kRecords = false;
+  static constexpr bool kIsMx = false;
 };
 
 // Of the kernel that keeps a timeline.
@@ -105,9 +111,21 @@ struct RecordedBackwardParams : BackwardParams {
   static constexpr bool kRecords = true;
 };
 
+// Of the kernels that round hidden rows, and the gradients of gate and up, to MXFP8, and expand the
+// tokens that they pull. This rank's tokens and the weights are given rounded.
+struct MxBackwardParams : BackwardParams {
+  static constexpr bool kIsMx = true;
+};
+struct RecordedMxBackwardParams : RecordedBackwardParams {
+  static constexpr bool kIsMx = true;
+};
+
 cudaError_t prepare_backward(int* clusters);
+cudaError_t prepare_mx_backward(int* clusters);
 // Keeps a timeline if `timeline` has entries.
 cudaError_t launch_backward(const BackwardParams& params, const Timeline& timeline, int clusters,
                             cudaStream_t stream);
+cudaError_t launch_mx_backward(const BackwardParams& params, const Timeline& timeline, int clusters,
+                               cudaStream_t stream);
 
 }  // namespace mok::sm90

@@ -49,7 +49,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
             return;
           }
           copy_panels(work, [&](int panel) {
-            return Box{is_up ? &params_.up : &params_.gate, block * kBlockDepth,
+            return Box{is_up ? &params_.input_up : &params_.input_gate, block * kBlockDepth,
                        work.expert * params_.hidden + work.column_block * kBlockColumns +
                            panel * kPanelColumns};
           });

@@ -41,6 +41,26 @@ __global__ void __launch_bounds__(kMoveThreads)
   });
 }
 
+// Of tokens in MXFP8, the own ones too.
+__device__ void expand(const BackwardParams& params, const EncodedRows& tokens, Bits16* ring,
+                       int32_t row, int32_t slot) {
+  if (!tokens.are_pushed) {
+    inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
+  }
+  const int32_t ring_rows = params.shape.work.ring_tiles * kTileRows;
+  expand_row(encoded_row(params, tokens, slot / params.top_k),
+             place_in({ring, ring_rows}, row, params.hidden), params.hidden);
+}
+
+__global__ void __launch_bounds__(kMoveThreads)
+    expand_tokens_kernel(const __grid_constant__ Call call, Bits16* x_ring, Bits16* dy_ring) {
+  const BackwardParams& params = call.params;
+  for_each_row_of(call, [&](int32_t row, int32_t slot) {
+    expand(params, {params.x_offset, params.x_is_pushed}, x_ring, row, slot);
+    expand(params, {params.dy_offset, params.dy_is_pushed}, dy_ring, row, slot);
+  });
+}
+
 __global__ void __launch_bounds__(kMoveThreads)
     combine_gradients_kernel(const __grid_constant__ Call call) {
   const BackwardParams& params = call.params;
@@ -61,13 +81,19 @@ cudaError_t dispatch_tokens(const WaveMoves& moves, const DispatchedTokens& x,
   return cudaGetLastError();
 }
 
+cudaError_t expand_tokens(const WaveMoves& moves, Bits16* x_ring, Bits16* dy_ring,
+                          cudaStream_t stream) {
+  expand_tokens_kernel<<<kMoveBlocks, kMoveThreads, 0, stream>>>(call_of(moves), x_ring, dy_ring);
+  return cudaGetLastError();
+}
+
 cudaError_t combine_gradients(const WaveMoves& moves, cudaStream_t stream) {
   combine_gradients_kernel<<<kMoveBlocks, kMoveThreads, 0, stream>>>(call_of(moves));
   return cudaGetLastError();
 }
 
 cudaError_t load_backward_moves() {
-  return load_kernels(dispatch_tokens_kernel, combine_gradients_kernel);
+  return load_kernels(dispatch_tokens_kernel, expand_tokens_kernel, combine_gradients_kernel);
 }
 
 }  // namespace mok::sm90

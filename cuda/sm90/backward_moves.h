@@ -24,6 +24,10 @@ struct WaveMoves {
 cudaError_t dispatch_tokens(const WaveMoves& moves, const DispatchedTokens& x,
                             const DispatchedTokens& dy, cudaStream_t stream);
 
+// The same of tokens in MXFP8, all of them from the ranks' arenas.
+cudaError_t expand_tokens(const WaveMoves& moves, Bits16* x_ring, Bits16* dy_ring,
+                          cudaStream_t stream);
+
 // Rows of dx from the ring of outputs to their home slots.
 cudaError_t combine_gradients(const WaveMoves& moves, cudaStream_t stream);
 

@@ -4,6 +4,7 @@
 #include "sm90/backward.h"
 #include "sm90/backward_epilogue.cuh"
 #include "sm90/multiplier.cuh"
+#include "sm90/mx_epilogue.cuh"
 #include "sm90/partial_sums.cuh"
 #include "sm90/weight_gradients.cuh"
 
@@ -147,8 +148,12 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
         const int block = first_block + panel;
         wait(shared_.full[cursor_.index], cursor_.parity, watch_);
         if (block < blocks_) {
-          store_panel<kClamps>(tile, block, weights, accumulators + panel * kPanelAccumulators,
-                               dots);
+          const float* const values = accumulators + panel * kPanelAccumulators;
+          if constexpr (Params::kIsMx) {
+            store_rounded_panel<kClamps>(tile, block, weights, values, dots);
+          } else {
+            store_panel<kClamps>(tile, block, weights, values, dots);
+          }
         }
         if (panel % 2 == 1) {
           if (block - 1 < blocks_) {
@@ -217,6 +222,95 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
       stage_group(d_ups, group, [&](int i) { return d_up[i]; });
       stage_group(hidden, group, [&](int i) { return weighted[i]; });
     }
+    send_panel(tile, block, d_gates, d_ups, hidden);
+  }
+
+  // The same in MXFP8. Gradients are staged apart, so that no more pre-activations than those of a
+  // block of 32 columns are under way at a time: registers are short.
+  template <bool kClamps>
+  __device__ __forceinline__ void store_rounded_panel(int tile, int block,
+                                                      const RowWeights& weights,
+                                                      const float* d_hidden, RowWeights& dots) {
+    constexpr int kWarpElements = kWarpRows * kPanelColumns;
+    const Element* const gates = shared_.b[cursor_.index][half_ * 2] + warp_ * kWarpElements;
+    const Element* const ups = shared_.b[cursor_.index][half_ * 2 + 1] + warp_ * kWarpElements;
+    Element* const hidden =
+        shared_.a[cursor_.index] + (half_ * kWarpgroupWarps + warp_) * kWarpElements;
+#pragma unroll
+    for (int i = 0; i < kPanelBlocks; ++i) {
+      stage_rounded<kClamps>(i, gates, ups, hidden, weights, d_hidden, dots);
+    }
+    send_panel(tile, block, staging(0), staging(1), hidden);
+  }
+
+  template <bool kClamps>
+  __device__ __forceinline__ void stage_rounded(int block, const Element* stored_gates,
+                                                const Element* stored_ups, Element* hidden_rows,
+                                                const RowWeights& weights, const float* d_hidden,
+                                                RowWeights& dots) {
+    uint4 gates[kBlockGroups], ups[kBlockGroups];
+#pragma unroll
+    for (int i = 0; i < kBlockGroups; ++i) {
+      const int place = (block * kBlockGroups + i) * kWarp + lane_;
+      gates[i] = reinterpret_cast<const uint4*>(stored_gates)[place];
+      ups[i] = reinterpret_cast<const uint4*>(stored_ups)[place];
+    }
+    uint32_t d_gate[kBlockGroups][kGroupWords], d_up[kBlockGroups][kGroupWords];
+    uint32_t weighted[kBlockGroups][kGroupWords];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const float weight = half == 0 ? weights.upper : weights.lower;
+      float& dot = half == 0 ? dots.upper : dots.lower;
+      float rounded[3][kBlockValues];
+      auto& [d_gates, d_ups, hidden] = rounded;
+#pragma unroll
+      for (int value = 0; value < kBlockValues; value += 2) {
+        const BlockWord word = block_word(half, value);
+        const float* const values = d_hidden + word_of_panel(block, word) * 2;
+        const uint32_t gate = word_of(gates[word.group], word.index);
+        const uint32_t up = word_of(ups[word.group], word.index);
+        const SwigluGradient first = swiglu_gradient<kClamps>(
+            low_bf16(gate), low_bf16(up), __fmul_rn(weight, values[0]), params_.clamp.limit);
+        const SwigluGradient second = swiglu_gradient<kClamps>(
+            high_bf16(gate), high_bf16(up), __fmul_rn(weight, values[1]), params_.clamp.limit);
+        hidden[value] = first.hidden;
+        hidden[value + 1] = second.hidden;
+        d_gates[value] = first.d_gate;
+        d_gates[value + 1] = second.d_gate;
+        d_ups[value] = first.d_up;
+        d_ups[value + 1] = second.d_up;
+      }
+      round_in_quads(rounded);
+#pragma unroll
+      for (int value = 0; value < kBlockValues; value += 2) {
+        const BlockWord word = block_word(half, value);
+        const float* const values = d_hidden + word_of_panel(block, word) * 2;
+        dot = __fadd_rn(dot, __fmul_rn(hidden[value], values[0]));
+        dot = __fadd_rn(dot, __fmul_rn(hidden[value + 1], values[1]));
+        d_gate[word.group][word.index] = pack_bf16(d_gates[value], d_gates[value + 1]);
+        d_up[word.group][word.index] = pack_bf16(d_ups[value], d_ups[value + 1]);
+        weighted[word.group][word.index] =
+            pack_bf16(__fmul_rn(weight, hidden[value]), __fmul_rn(weight, hidden[value + 1]));
+      }
+    }
+    if (block == 0) {
+      if (lane_ == 0) {
+        cute::tma_store_wait<0>();  // the panel before has been read
+      }
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockGroups; ++i) {
+      const int group = block * kBlockGroups + i;
+      stage_group(staging(0), group, [&](int word) { return d_gate[i][word]; });
+      stage_group(staging(1), group, [&](int word) { return d_up[i][word]; });
+      stage_group(hidden_rows, group, [&](int word) { return weighted[i][word]; });
+    }
+  }
+
+  // Stores to the rings what a warp has staged of its rows.
+  __device__ __forceinline__ void send_panel(int tile, int block, const Element* d_gates,
+                                             const Element* d_ups, const Element* hidden) const {
     cute::tma_store_fence();
     __syncwarp();
     if (lane_ == 0) {

@@ -5,6 +5,7 @@
 
 #include "sm90/bf16.cuh"
 #include "sm90/forward.h"
+#include "sm90/fragment.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/ptx.cuh"
 
@@ -57,11 +58,6 @@ __device__ uint32_t swiglu_pair(uint32_t gates, uint32_t ups, float limit) {
   return pack_bf16(swiglu<kClamps>(low_bf16(gates), low_bf16(ups), limit),
                    swiglu<kClamps>(high_bf16(gates), high_bf16(ups), limit));
 }
-
-// 16 columns of a warp's 16 rows: what a thread holds of them, and what one instruction stages.
-constexpr int kGroupColumns = 16;
-constexpr int kPanelGroups = kPanelColumns / kGroupColumns;
-constexpr int kGroupWords = kGroupColumns * kWarpRows / kWarp / 2;  // of two bf16
 
 // The i-th word of a group of a panel's accumulators.
 __device__ inline uint32_t pack_pair(const float* panel, int group, int i) {

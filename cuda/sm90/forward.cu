@@ -1,26 +1,6 @@
-#include "sm90/forward.h"
-#include "sm90/forward_load.cuh"
-#include "sm90/forward_multiplier.cuh"
-#include "sm90/forward_schedule.cuh"
-#include "sm90/persistent.cuh"
-#include "sm90/pull.cuh"
+#include "sm90/forward_roles.cuh"
 
 namespace mok::sm90 {
-namespace {
-
-template <typename AnyParams>
-struct ForwardRoles {
-  using Params = AnyParams;
-  using Scheduler = ForwardScheduler<Params>;
-  using Loader = ForwardLoader;
-  using Multiplier = ForwardMultiplier<Params>;
-
-  __device__ static void pull(const Params& params, int warp, int warps) {
-    pull_tokens(params, {params.x_offset, params.received, params.pulled}, warp, warps);
-  }
-};
-
-}  // namespace
 
 cudaError_t prepare_forward(int* clusters) {
   return prepare<ForwardRoles<ForwardParams>, ForwardRoles<RecordedForwardParams>>(clusters);

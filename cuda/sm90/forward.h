@@ -46,6 +46,7 @@ struct ForwardParams {
   char* const* bases;  // [ranks] where each rank's arena begins; null without peers
   int64_t x_offset;    // of the tokens of a rank in its arena
   int64_t slots_offset;
+  bool x_is_pushed;     // of MXFP8: tokens lie in this rank's arena, those of all ranks
   const Bits16* zeros;  // [hidden] the token of padding
   const int32_t* row_source;
   const WorkItem* items;
@@ -81,6 +82,7 @@ struct ForwardParams {
   int32_t peers_apart;  // see sm90/pull_share.h
 
   static constexpr bool kRecords = false;
+  static constexpr bool kIsMx = false;
 };
 
 // Of the kernel that keeps a timeline.
@@ -90,11 +92,23 @@ struct RecordedForwardParams : ForwardParams {
   static constexpr bool kRecords = true;
 };
 
+// Of the kernels that round hidden rows to MXFP8, and expand the tokens that they pull. `x` and the
+// weights are given rounded.
+struct MxForwardParams : ForwardParams {
+  static constexpr bool kIsMx = true;
+};
+struct RecordedMxForwardParams : RecordedForwardParams {
+  static constexpr bool kIsMx = true;
+};
+
 // Loads the kernel and finds how many clusters fit the device at once. Not for a captured stream.
 cudaError_t prepare_forward(int* clusters);
+cudaError_t prepare_mx_forward(int* clusters);
 
 // Keeps a timeline if `timeline` has entries.
 cudaError_t launch_forward(const ForwardParams& params, const Timeline& timeline, int clusters,
                            cudaStream_t stream);
+cudaError_t launch_mx_forward(const ForwardParams& params, const Timeline& timeline, int clusters,
+                              cudaStream_t stream);
 
 }  // namespace mok::sm90

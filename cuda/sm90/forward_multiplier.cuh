@@ -2,6 +2,7 @@
 
 #include "sm90/forward.h"
 #include "sm90/multiplier.cuh"
+#include "sm90/mx_epilogue.cuh"
 
 // What the forward kernel does with its products: SwiGLU and the ring of hidden rows, or the places
 // of output rows.
@@ -78,12 +79,16 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier<Params>, Param
         const float* const ups = gates + kPanelAccumulators;
         const int panel_column = column + panel * kPanelColumns;
         Element* const buffer = staging(panel);
+        if constexpr (Params::kIsMx) {
+          stage_rounded<kClamps>(buffer, gates, ups);
+        } else {
 #pragma unroll
-        for (int group = 0; group < kPanelGroups; ++group) {
-          stage_group(buffer, group, [&](int i) {
-            return swiglu_pair<kClamps>(pack_pair(gates, group, i), pack_pair(ups, group, i),
-                                        params_.clamp.limit);
-          });
+          for (int group = 0; group < kPanelGroups; ++group) {
+            stage_group(buffer, group, [&](int i) {
+              return swiglu_pair<kClamps>(pack_pair(gates, group, i), pack_pair(ups, group, i),
+                                          params_.clamp.limit);
+            });
+          }
         }
         store_hidden(buffer, panel_column, ring_row);
         if (tile < params_.saved_tiles && panel_column < params_.inner) {
@@ -93,6 +98,36 @@ class ForwardMultiplier : public MultiplierBase<ForwardMultiplier<Params>, Param
     }
     // Four warps write a tile of two panels, or eight warps a panel each: equal weight in sum.
     announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
+  }
+
+  // Stages a panel of hidden rows in MXFP8, which are rounded from float.
+  template <bool kClamps>
+  __device__ __forceinline__ void stage_rounded(Element* buffer, const float* gates,
+                                                const float* ups) const {
+    float hidden[kPanelBlocks * kHalves][kBlockValues];
+    const auto for_each_word = [&](const auto& visit) {
+#pragma unroll
+      for (int i = 0; i < kPanelBlocks * kHalves; ++i) {
+#pragma unroll
+        for (int value = 0; value < kBlockValues; value += 2) {
+          visit(word_of_panel(i / kHalves, block_word(i % kHalves, value)), hidden[i] + value);
+        }
+      }
+    };
+    for_each_word([&](int word, float* values) {
+      const uint32_t gate = pack_pair(gates, 0, word), up = pack_pair(ups, 0, word);
+      const float limit = params_.clamp.limit;
+      values[0] = swiglu<kClamps>(low_bf16(gate), low_bf16(up), limit);
+      values[1] = swiglu<kClamps>(high_bf16(gate), high_bf16(up), limit);
+    });
+    round_in_quads(hidden);
+    uint32_t words[kPanelGroups * kGroupWords];
+    for_each_word(
+        [&](int word, const float* values) { words[word] = pack_bf16(values[0], values[1]); });
+#pragma unroll
+    for (int group = 0; group < kPanelGroups; ++group) {
+      stage_group(buffer, group, [&](int i) { return words[group * kGroupWords + i]; });
+    }
   }
 
   // Sends a staged panel of hidden rows to the ring. All lanes call it.

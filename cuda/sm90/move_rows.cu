@@ -18,6 +18,19 @@ __global__ void __launch_bounds__(kMoveThreads)
   });
 }
 
+// Of tokens in MXFP8, the own ones too.
+__global__ void __launch_bounds__(kMoveThreads)
+    expand_kernel(const __grid_constant__ ForwardParams params, const Wave* wave) {
+  const EncodedRows tokens{params.x_offset, params.x_is_pushed};
+  for_each_row(params.row_source, wave->first_tile, wave->end_tile, [&](int32_t row, int32_t slot) {
+    if (!params.x_is_pushed) {
+      inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
+    }
+    expand_row(encoded_row(params, tokens, slot / params.top_k),
+               place_in(params.dispatched, row, params.hidden), params.hidden);
+  });
+}
+
 __global__ void __launch_bounds__(kMoveThreads)
     combine_kernel(const __grid_constant__ ForwardParams params, const Wave* wave) {
   for_each_row(params.row_source, wave->first_tile, wave->end_tile, [&](int32_t row, int32_t slot) {
@@ -34,11 +47,18 @@ cudaError_t dispatch_rows(const ForwardParams& params, const Wave* wave, cudaStr
   return cudaGetLastError();
 }
 
+cudaError_t expand_rows(const ForwardParams& params, const Wave* wave, cudaStream_t stream) {
+  expand_kernel<<<kMoveBlocks, kMoveThreads, 0, stream>>>(params, wave);
+  return cudaGetLastError();
+}
+
 cudaError_t combine_rows(const ForwardParams& params, const Wave* wave, cudaStream_t stream) {
   combine_kernel<<<kMoveBlocks, kMoveThreads, 0, stream>>>(params, wave);
   return cudaGetLastError();
 }
 
-cudaError_t load_move_rows() { return load_kernels(dispatch_kernel, combine_kernel); }
+cudaError_t load_move_rows() {
+  return load_kernels(dispatch_kernel, expand_kernel, combine_kernel);
+}
 
 }  // namespace mok::sm90

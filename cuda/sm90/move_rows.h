@@ -11,6 +11,9 @@ namespace mok::sm90 {
 // that is given, else from their arenas. Padding is left as it is: nobody reads it.
 cudaError_t dispatch_rows(const ForwardParams& params, const Wave* wave, cudaStream_t stream);
 
+// The same of tokens in MXFP8, all of them from the ranks' arenas.
+cudaError_t expand_rows(const ForwardParams& params, const Wave* wave, cudaStream_t stream);
+
 // Copies the wave's rows from `params.outputs` to their home slots.
 cudaError_t combine_rows(const ForwardParams& params, const Wave* wave, cudaStream_t stream);
 

@@ -1,15 +1,20 @@
 #pragma once
 
+#include <type_traits>
+
 #include "device/inject.cuh"
+#include "device/mx_rows.cuh"
 #include "device/warp.cuh"
 #include "sm90/forward.h"
 #include "sm90/ptx.cuh"
 #include "sm90/pull_share.h"
 #include "sm90/record.cuh"
+#include "sm90/rows.cuh"
 #include "sm90/tile.h"
 
 // The pulling warps, one a block: fetch each token that this rank needs of a peer once, in the
-// order in which the rows of the plan first need them.
+// order in which the rows of the plan first need them. Those in MXFP8 are expanded on the way; also
+// those that peers have pushed, which this rank pulls from its own arena.
 namespace mok::sm90 {
 
 // 16-byte loads that a pulling thread has under way: 6 KB a warp, three quarters of a megabyte in
@@ -55,12 +60,44 @@ __device__ inline void copy_rows(unsigned lanes, const uint4* from, uint4* to, i
   }
 }
 
+// Of rows in MXFP8: what a warp copies together, and what it has under way, 4 KB of it.
+constexpr int kExpandedTogether = 4;
+constexpr int kPiecesInFlight = 4;
+
+// Likewise for rows of MXFP8, whose values are written.
+__device__ inline void expand_rows(unsigned lanes, const char* from, Bits16* to, int32_t width) {
+  const int pieces = mx_pieces(width);
+  StreamPlace place{lanes, 0};  // the same in all lanes
+  const auto visit = [&](StreamPlace at, auto base, const auto& take) {
+#pragma unroll
+    for (int i = 0; i < kPiecesInFlight; ++i) {
+      at.settle(pieces);
+      if (at.lanes != 0) {
+        const auto begin = reinterpret_cast<decltype(base)>(
+            __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(base), __ffs(at.lanes) - 1));
+        take(i, begin, at.vector);
+      }
+      ++at.vector;
+    }
+    return at;
+  };
+  for (int left = __popc(lanes) * pieces; left > 0; left -= kPiecesInFlight) {
+    MxPiece loaded[kPiecesInFlight];
+    visit(place, from,
+          [&](int i, const char* row, int piece) { loaded[i] = load_piece(row, width, piece); });
+    place = visit(place, to, [&](int i, Bits16* row, int piece) {
+      store_piece(loaded[i], row, width, piece);
+    });
+  }
+}
+
 // What is pulled: where rows begin in the peers' arenas and here, in bytes and elements, and
 // counters of the tiles' tokens that have come; null if nobody pulls.
 struct Pull {
   int64_t offset;
   Bits16* received;
   uint32_t* pulled;
+  bool are_pushed;  // those in MXFP8, to this rank's arena
 };
 
 template <typename Params>
@@ -74,27 +111,32 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
   for (int64_t first = share.first; first < rows; first += share.stride * kWarp) {
     const int64_t row = first + lane * share.stride;
     int32_t rank = -1;
-    const Bits16* from = nullptr;
+    const std::conditional_t<Params::kIsMx, char, Bits16>* from = nullptr;
     Bits16* to = nullptr;
     if (row < rows && (params.to_pull[row / kTileRows] >> (row % kTileRows) & 1) != 0) {
       const int32_t token = params.row_source[row] / params.top_k;
       const int32_t its_rank = token / params.tokens;
       if (share.has(its_rank, params.rank, params.ranks)) {
         rank = its_rank;
-        from = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset) +
-               int64_t{token - rank * params.tokens} * params.hidden;
+        if constexpr (Params::kIsMx) {
+          from = encoded_row(params, {pull.offset, pull.are_pushed}, token);
+        } else {
+          from = reinterpret_cast<const Bits16*>(params.bases[rank] + pull.offset) +
+                 int64_t{token - rank * params.tokens} * params.hidden;
+        }
         to = pull.received + int64_t{token} * params.hidden;
       }
     }
     for (unsigned left = __ballot_sync(kAllLanes, rank >= 0); left != 0;) {
       unsigned rest = left;
-      for (int i = 0; i < kPulledTogether; ++i) {
+      for (int i = 0; i < (Params::kIsMx ? kExpandedTogether : kPulledTogether); ++i) {
         rest &= rest - 1;
       }
       const unsigned lanes = left ^ rest;
       left = rest;
       const bool is_copied = (lanes >> lane & 1) != 0;
-      if (inject::warp_drops(Hook::kPullToken, is_copied ? rank : -1)) {
+      const bool is_pull = is_copied && !(Params::kIsMx && pull.are_pushed);
+      if (inject::warp_drops(Hook::kPullToken, is_pull ? rank : -1)) {
         continue;
       }
       if (lane == 0) {
@@ -102,8 +144,12 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
         record_begin(params, TimelineRole::kPull, static_cast<int32_t>(first_row / kTileRows),
                      __popc(lanes), 0);
       }
-      copy_rows(lanes, reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
-                params.hidden / 8);
+      if constexpr (Params::kIsMx) {
+        expand_rows(lanes, from, to, params.hidden);
+      } else {
+        copy_rows(lanes, reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
+                  params.hidden / 8);
+      }
       __syncwarp();
       if (is_copied) {
         add_release(pull.pulled + row / kTileRows, 1);

@@ -2,6 +2,9 @@
 
 #include <cstdint>
 
+#include "core/mx.h"
+#include "device/mx_rows.cuh"
+#include "device/warp.cuh"
 #include "sm90/forward.h"
 
 // Where rows lie.
@@ -29,6 +32,22 @@ __device__ const Bits16* token_of(const Params& params, const Bits16* own, const
   return reinterpret_cast<const Bits16*>(shown) + in_rank * params.hidden;
 }
 
+// Rows of MXFP8 in arenas: at an offset in that of the rank that has them, or pushed to this
+// rank's.
+struct EncodedRows {
+  int64_t offset;
+  bool are_pushed;
+};
+
+// That of a token, given by its global number.
+template <typename Params>
+__device__ const char* encoded_row(const Params& params, const EncodedRows& rows, int32_t token) {
+  const int32_t rank = token / params.tokens;
+  const char* const base = params.bases[rows.are_pushed ? params.rank : rank];
+  const int64_t row = rows.are_pushed ? token : token - rank * params.tokens;
+  return base + rows.offset + row * mx_row_bytes(params.hidden);
+}
+
 // The home slot of a choice, given by its global number.
 template <typename Params>
 __device__ Bits16* home_of(const Params& params, int32_t slot) {
@@ -38,6 +57,23 @@ __device__ Bits16* home_of(const Params& params, int32_t slot) {
                             ? params.own_slots
                             : reinterpret_cast<Bits16*>(params.bases[rank] + params.slots_offset);
   return slots + choice * params.hidden;
+}
+
+// Expands a row of MXFP8. All lanes call it. Nobody may write `from` during the kernel.
+__device__ inline void expand_row(const char* from, Bits16* to, int32_t width) {
+  constexpr int kAtOnce = 4;
+  const int pieces = mx_pieces(width);
+  for (int begin = 0; begin < pieces; begin += kAtOnce) {
+    MxPiece loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      loaded[i] = load_piece(from, width, begin + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      store_piece(loaded[i], to, width, begin + i);
+    }
+  }
 }
 
 }  // namespace mok::sm90

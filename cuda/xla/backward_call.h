@@ -31,6 +31,7 @@ struct BackwardAttributes {
   bool reverse_combine_push;
   bool reverse_dispatch_push;
   bool composed;
+  bool mxfp8;
   float clamp;
   double timeout_s;
   xla::ffi::Span<const int64_t> groups;
@@ -44,13 +45,15 @@ struct BackwardAttributes {
             ring_rows,
             saved_rows,
             hidden,
-            inner};
+            inner,
+            mxfp8};
   }
   ArenaLayout arena_layout() const { return sizes().arena_layout(); }
 };
 
 // `saved` are pre-activations of some tiles and a spare one, which only the CPU's layer writes; the
-// result `spent` is the same memory. `communicator` is null without peers.
+// result `spent` is the same memory. `replay` has no operands, or gate and up of the forward pass.
+// `communicator` is null without peers.
 inline xla::ffi::Error execute_backward(
     cudaStream_t stream, int32_t ordinal, void* communicator, xla::ffi::Buffer<xla::ffi::BF16> x,
     xla::ffi::Buffer<xla::ffi::BF16> dy, xla::ffi::Buffer<xla::ffi::F32> weights,
@@ -58,7 +61,7 @@ inline xla::ffi::Error execute_backward(
     xla::ffi::Buffer<xla::ffi::BF16> down, xla::ffi::Buffer<xla::ffi::BF16> saved,
     xla::ffi::Buffer<xla::ffi::S32> row_source, xla::ffi::Buffer<xla::ffi::S32> expert_tile,
     xla::ffi::Buffer<xla::ffi::S32> slot_rank, xla::ffi::Buffer<xla::ffi::S32> slot_row,
-    xla::ffi::Result<xla::ffi::Buffer<xla::ffi::BF16>> dx,
+    xla::ffi::RemainingArgs replay, xla::ffi::Result<xla::ffi::Buffer<xla::ffi::BF16>> dx,
     xla::ffi::Result<xla::ffi::Buffer<xla::ffi::F32>> d_weights,
     xla::ffi::Result<xla::ffi::AnyBuffer> d_gate, xla::ffi::Result<xla::ffi::AnyBuffer> d_up,
     xla::ffi::Result<xla::ffi::AnyBuffer> d_down,
@@ -67,6 +70,12 @@ inline xla::ffi::Error execute_backward(
   const auto bits = [](auto buffer) { return reinterpret_cast<uint16_t*>(buffer.typed_data()); };
   if (spent->typed_data() != saved.typed_data()) {
     return xla::ffi::Error::Internal("jax_mok: the saved pre-activations have been copied");
+  }
+  const uint16_t* replay_gate = nullptr;
+  const uint16_t* replay_up = nullptr;
+  if (replay.size() == 2) {
+    replay_gate = bits(*replay.get<xla::ffi::Buffer<xla::ffi::BF16>>(0));
+    replay_up = bits(*replay.get<xla::ffi::Buffer<xla::ffi::BF16>>(1));
   }
   return failure_if(launch_backward_call({.sizes = attributes.sizes(),
                                           .clamp = attributes.clamp,
@@ -78,6 +87,8 @@ inline xla::ffi::Error execute_backward(
                                           .gate = bits(gate),
                                           .up = bits(up),
                                           .down = bits(down),
+                                          .replay_gate = replay_gate,
+                                          .replay_up = replay_up,
                                           .row_source = row_source.typed_data(),
                                           .expert_tile = expert_tile.typed_data(),
                                           .slot_rank = slot_rank.typed_data(),
@@ -109,6 +120,7 @@ auto bind_backward(Binding binding) {
       .template Arg<ffi::Buffer<ffi::S32>>()
       .template Arg<ffi::Buffer<ffi::S32>>()
       .template Arg<ffi::Buffer<ffi::S32>>()
+      .RemainingArgs()
       .template Ret<ffi::Buffer<ffi::BF16>>()
       .template Ret<ffi::Buffer<ffi::F32>>()
       .template Ret<ffi::AnyBuffer>()
@@ -131,5 +143,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<bool>("combine_push"),
     xla::ffi::StructMember<bool>("reverse_combine_push"),
     xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
-    xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),
+    xla::ffi::StructMember<bool>("mxfp8"), xla::ffi::StructMember<float>("clamp"),
+    xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

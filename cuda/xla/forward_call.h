@@ -32,6 +32,7 @@ struct ForwardAttributes {
   bool reverse_dispatch_push;
   bool composed;
   bool keeps_plan;
+  bool mxfp8;
   float clamp;
   double timeout_s;
   xla::ffi::Span<const int64_t> groups;
@@ -42,7 +43,7 @@ struct ForwardAttributes {
     return sm90::make_forward_shape(
         {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
         {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push}, composed,
-        keeps_plan, ring_rows, hidden, inner);
+        keeps_plan, ring_rows, hidden, inner, mxfp8);
   }
   ArenaLayout arena_layout() const { return shape().arena_layout(); }
 };
@@ -114,6 +115,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<bool>("dispatch_push"), xla::ffi::StructMember<bool>("combine_push"),
     xla::ffi::StructMember<bool>("reverse_combine_push"),
     xla::ffi::StructMember<bool>("reverse_dispatch_push"), xla::ffi::StructMember<bool>("composed"),
-    xla::ffi::StructMember<bool>("keeps_plan"), xla::ffi::StructMember<float>("clamp"),
-    xla::ffi::StructMember<double>("timeout_s"),
+    xla::ffi::StructMember<bool>("keeps_plan"), xla::ffi::StructMember<bool>("mxfp8"),
+    xla::ffi::StructMember<float>("clamp"), xla::ffi::StructMember<double>("timeout_s"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

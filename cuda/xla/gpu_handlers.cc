@@ -52,14 +52,15 @@ ffi::Error backward_alone(cudaStream_t stream, int32_t ordinal, Bf16Buffer x, Bf
                           ffi::Buffer<ffi::F32> weights, Bf16Buffer gate, Bf16Buffer up,
                           Bf16Buffer down, Bf16Buffer saved, Int32Buffer row_source,
                           Int32Buffer expert_tile, Int32Buffer slot_rank, Int32Buffer slot_row,
-                          ffi::Result<Bf16Buffer> dx, ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
+                          ffi::RemainingArgs replay, ffi::Result<Bf16Buffer> dx,
+                          ffi::Result<ffi::Buffer<ffi::F32>> d_weights,
                           ffi::Result<ffi::AnyBuffer> d_gate, ffi::Result<ffi::AnyBuffer> d_up,
                           ffi::Result<ffi::AnyBuffer> d_down,
                           ffi::Result<ffi::Buffer<ffi::BF16>> spent, WorkspaceBuffer workspace,
                           BackwardAttributes attributes) {
   return execute_backward(stream, ordinal, /*communicator=*/nullptr, x, dy, weights, gate, up, down,
-                          saved, row_source, expert_tile, slot_rank, slot_row, dx, d_weights,
-                          d_gate, d_up, d_down, spent, workspace, attributes);
+                          saved, row_source, expert_tile, slot_rank, slot_row, replay, dx,
+                          d_weights, d_gate, d_up, d_down, spent, workspace, attributes);
 }
 
 // ids is every rank's, [ranks, tokens, top_k]; place is [group, rank], since one program is that of

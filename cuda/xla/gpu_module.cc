@@ -47,17 +47,17 @@ void def_of_shape(nb::module_& module, const char* name, Function function) {
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                  int64_t chunk_rows, int64_t ring_rows, int64_t hidden, int64_t inner,
                  bool dispatch_push, bool combine_push, bool reverse_combine_push,
-                 bool reverse_dispatch_push, bool composed, bool keeps_plan) {
+                 bool reverse_dispatch_push, bool composed, bool keeps_plan, bool mxfp8) {
         return function(sm90::make_forward_shape(
             {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
             {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push}, composed,
-            keeps_plan, ring_rows, hidden, inner));
+            keeps_plan, ring_rows, hidden, inner, mxfp8));
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
       nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("hidden"),
       nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"),
       nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"),
-      nb::arg("keeps_plan"));
+      nb::arg("keeps_plan"), nb::arg("mxfp8"));
 }
 
 int64_t arena_bytes(const sm90::ForwardShape& shape) {
@@ -76,7 +76,7 @@ void def_of_backward(nb::module_& module, const char* name, Function function) {
       [function](int32_t ranks, int64_t tokens, int32_t top_k, int32_t experts, int32_t tile_rows,
                  int64_t chunk_rows, int64_t ring_rows, int64_t saved_rows, int64_t hidden,
                  int64_t inner, bool dispatch_push, bool combine_push, bool reverse_combine_push,
-                 bool reverse_dispatch_push, bool composed) {
+                 bool reverse_dispatch_push, bool composed, bool mxfp8) {
         return function(BackwardSizes{
             {ranks, tokens, top_k, experts, tile_rows, chunk_rows},
             {dispatch_push, combine_push, reverse_combine_push, reverse_dispatch_push},
@@ -84,12 +84,14 @@ void def_of_backward(nb::module_& module, const char* name, Function function) {
             ring_rows,
             saved_rows,
             hidden,
-            inner});
+            inner,
+            mxfp8});
       },
       nb::arg("ranks"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
       nb::arg("tile_rows"), nb::arg("chunk_rows"), nb::arg("ring_rows"), nb::arg("saved_rows"),
       nb::arg("hidden"), nb::arg("inner"), nb::arg("dispatch_push"), nb::arg("combine_push"),
-      nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"));
+      nb::arg("reverse_combine_push"), nb::arg("reverse_dispatch_push"), nb::arg("composed"),
+      nb::arg("mxfp8"));
 }
 
 int64_t backward_arena_bytes(const BackwardSizes& sizes) {
