@@ -37,8 +37,8 @@ def rounded(x: np.ndarray, axis: int) -> np.ndarray:
 def layer(inputs: Inputs, clamp: float | None = None) -> Outputs:
     """The layer and its gradients as `jax_mok.precision` defines them, expert by expert.
 
-    Rounded to MXFP8 are the operands of products over H and I, to x's dtype gate and up; all else
-    is float64.
+    Rounded to MXFP8 are the operands of products over H and I, to x's dtype gate and up, but not
+    across the clamp; all else is float64.
     """
     limit = np.inf if clamp is None else clamp
     x, ids, weights, *matrices, dy = inputs
@@ -51,9 +51,9 @@ def layer(inputs: Inputs, clamp: float | None = None) -> Outputs:
         if not len(t):
             continue
         weight = weights[t, k].astype(np.float64)[:, None]
-        gate_in = (x_rows[t] @ w_gate[e]).astype(x.dtype).astype(np.float64)
-        up_in = (x_rows[t] @ w_up[e]).astype(x.dtype).astype(np.float64)
-        gate, up = np.minimum(gate_in, limit), np.clip(up_in, -limit, limit)
+        gate_in, up_in = x_rows[t] @ w_gate[e], x_rows[t] @ w_up[e]
+        gate = np.minimum(gate_in.astype(x.dtype).astype(np.float64), limit)
+        up = np.clip(up_in.astype(x.dtype).astype(np.float64), -limit, limit)
         sigmoid = 1.0 / (1.0 + np.exp(-gate))
         hidden = rounded(gate * sigmoid * up, -1)
         np.add.at(out.y, t, weight * (hidden @ w_down[e]))
