@@ -42,12 +42,17 @@ Call = Callable[[], Any]
 class Way:
     direction: str = "push"
     composition: str = "auto"
+    precision: str = "operands"
 
     def config(self, **options: Any) -> jax_mok.MoEConfig:
         moves = ("dispatch", "combine", "reverse_combine", "reverse_dispatch")
         ways = {move: self.direction for move in moves}
         return jax_mok.MoEConfig(
-            composition=self.composition, timeout_s=TIMEOUT_S, **ways, **options
+            composition=self.composition,
+            precision=self.precision,
+            timeout_s=TIMEOUT_S,
+            **ways,
+            **options,
         )
 
     def hooks(self, direction_of: str) -> list[str]:
@@ -55,12 +60,16 @@ class Way:
         token = f"{self.direction}_token"
         if token == "pull_token" and self.composition == "composed":
             token = "pull_wave_token"
+        if self.precision == "mxfp8":  # all else is the same
+            return [token]
         numbers = [f"{self.direction}_number"] if direction_of == "backward" else []
         return ["flag", "push_choices", token, f"{self.direction}_row", *numbers]
 
 
 PUSH, PULL = Way("push"), Way("pull")
 PUSH_COMPOSED, PULL_COMPOSED = Way("push", "composed"), Way("pull", "composed")
+IN_MX = [dataclasses.replace(w, precision="mxfp8") for w in (PUSH, PULL, PULL_COMPOSED)]
+PUSH_MX, PULL_MX, _ = IN_MX
 PASSES = ("forward", "backward")
 
 
@@ -193,8 +202,11 @@ def assert_contexts_are_of_use() -> None:
 
 
 DELAYS = [
-    pytest.param(way, which, hook, id=f"{hook}-{which}-{way.direction}-{way.composition}")
-    for way in (PUSH, PULL, PUSH_COMPOSED, PULL_COMPOSED)
+    pytest.param(
+        *(way, which, hook),
+        id=f"{hook}-{which}-{way.direction}-{way.composition}-{way.precision}",
+    )
+    for way in (PUSH, PULL, PUSH_COMPOSED, PULL_COMPOSED, *IN_MX)
     for which in PASSES
     for hook in way.hooks(which)
 ]
@@ -280,6 +292,8 @@ LOSSES = {
     "push_row": Loss("push_row", PUSH, "exit", first=5),
     "push_row_composed": Loss("push_row", PUSH_COMPOSED, "exit", first=5),
     "pull_token": Loss("pull_token", PULL, "kernel", first=3),
+    "push_token_in_mx": Loss("push_token", PUSH_MX, "entry", first=20),
+    "pull_token_in_mx": Loss("pull_token", PULL_MX, "kernel", first=3),
 }
 OF_BACKWARD = {"push_number": Loss("push_number", PUSH, "exit", first=7)}
 LOST = [
