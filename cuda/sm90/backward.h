@@ -97,8 +97,8 @@ struct BackwardParams {
   Clamp clamp;
   uint64_t timeout_ns;
   int32_t peers_apart;  // see sm90/pull_share.h
-  bool x_is_pushed;   // of MXFP8: tokens lie in this rank's arena, those of all ranks
-  bool dy_is_pushed;  // likewise
+  bool x_is_pushed;     // of MXFP8: tokens lie in this rank's arena, those of all ranks
+  bool dy_is_pushed;    // likewise
 
   static constexpr bool kRecords = false;
   static constexpr bool kIsMx = false;

@@ -375,7 +375,10 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
                                                    float (&accumulators)[kAccumulators]) {
     const bool is_down = product == BackwardProduct::kDownWeights;
     const bool is_first = begin_tile == params_.expert_tile[item.expert];
-    const bool is_last = end_tile == params_.expert_tile[item.expert + 1];
+    int32_t is_last = end_tile == params_.expert_tile[item.expert + 1] ? 1 : 0;
+    if constexpr (Params::kIsMx) {
+      asm volatile("" : "+r"(is_last));  // lest ptxas keeps, and spills, what is compared
+    }
     const WeightPlace place{is_down, item.expert,
                             (item.first_tile * kCluster + block_) * kBlockRows + half_ * kTileRows,
                             item.column_block * (is_down ? kBlockColumns : kBlockColumns / 2)};
@@ -394,7 +397,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
                                                           accumulators, [&] { announce(); });
     }
     record_products();
-    if (!is_last) {
+    if (is_last == 0) {
       keep_partial_sums(params_, place, block_of_expert(item, is_down), accumulators);
       return;
     }
