@@ -9,6 +9,7 @@
 
 #include "device/clock.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/schedule.cuh"
 
 // A persistent kernel, one block per SM: who does what, and its launch. `Roles` names the
 // parameters and the classes of the roles: Scheduler, Loader, Multiplier, and a function pull.
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int block_in_cluster = cute::block_rank_in_cluster();
   if (threadIdx.x == 0) {
-    init_barriers(shared);
+    init_barriers(shared, kHandingLanesOf<typename Roles::Params>);
   }
   cute::cluster_sync();
 

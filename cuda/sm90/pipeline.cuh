@@ -51,14 +51,14 @@ struct alignas(1024) SharedStorage {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
 // By one thread of the block.
-__device__ inline void init_barriers(SharedStorage& shared) {
+__device__ inline void init_barriers(SharedStorage& shared, int handing_lanes) {
   for (int stage = 0; stage < kStages; ++stage) {
     shared.full[stage].init(kFillArrivals);
     shared.empty[stage].init(kConsumerWarps * kCluster);
   }
   for (int i = 0; i < kAssignments; ++i) {
     shared.claimed[i].init(1);
-    shared.assigned[i].init(1);
+    shared.assigned[i].init(handing_lanes);
     shared.taken[i].init((kLoadWarps + kConsumerWarps) * kCluster);
   }
   cutlass::arch::fence_barrier_init();

@@ -17,6 +17,11 @@
 // neighbours in the list, and share rows and weights in the L2 cache.
 namespace mok::sm90 {
 
+// Lanes of the scheduling warp that hand over an item: each the rows that it has found. A kernel
+// that keeps a timeline lacks the registers, and has the first one do it for all.
+template <typename Params>
+constexpr int kHandingLanesOf = Params::kRecords ? 1 : kWarp;
+
 // What the kernels' scheduling warps have in common.
 template <typename Params>
 class SchedulerBase {
@@ -58,8 +63,10 @@ class SchedulerBase {
       if (lane_ == 0) {
         assignment.item = item;
       }
-      __syncwarp();
-      if (lane_ == 0) {
+      if constexpr (kHandingLanes == 1) {
+        __syncwarp();
+      }
+      if (lane_ < kHandingLanes) {
         shared_.assigned[cursor_.index].arrive();
       }
       if (item.flags & WorkItem::kStopFlag) {
@@ -107,6 +114,8 @@ class SchedulerBase {
   Watch watch_;
 
  private:
+  static constexpr int kHandingLanes = kHandingLanesOf<Params>;
+
   // The same index in all blocks of the cluster.
   __device__ int claim() {
     TransactionBarrier& claimed = shared_.claimed[cursor_.index];
