@@ -17,10 +17,10 @@
 // neighbours in the list, and share rows and weights in the L2 cache.
 namespace mok::sm90 {
 
-// Lanes of the scheduling warp that hand over an item: each the rows that it has found. A kernel
-// that keeps a timeline lacks the registers, and has the first one do it for all.
+// Lanes of the scheduling warp that hand over an item: each the rows that it has found. Kernels
+// that keep a timeline or round to MXFP8 lack the registers, and have the first one do it for all.
 template <typename Params>
-constexpr int kHandingLanesOf = Params::kRecords ? 1 : kWarp;
+constexpr int kHandingLanesOf = Params::kRecords || Params::kIsMx ? 1 : kWarp;
 
 // What the kernels' scheduling warps have in common.
 template <typename Params>
