@@ -145,11 +145,12 @@ def test_only_the_collective_composition_takes_any_dtype_and_width_on_gpus(dtype
 
 @with_peers
 @pytest.mark.parametrize("composition", ["auto", "fused", "composed"])
-def test_mxfp8_on_gpus_is_the_same_calls(composition):
+def test_mxfp8_on_gpus_is_the_same_calls_with_rounded_weights(composition):
+    rounding = ["jax_mok_round"] * 3
     forward, backward = "jax_mok_forward_peers", "jax_mok_backward_peers"
-    assert targets(lower("cuda", composition, precision="mxfp8")) == [forward]
+    assert targets(lower("cuda", composition, precision="mxfp8")) == [*rounding, forward]
     program = lower("cuda", composition, derive=True, precision="mxfp8")
-    assert targets(program) == [forward, backward]
+    assert targets(program) == [*rounding, forward, *rounding, backward]
     assert re.findall(r"mxfp8 = (\w+)", program) == ["true"] * 2
 
 

@@ -66,6 +66,18 @@ def gpu_program_on_cpu(monkeypatch) -> None:
     )
 
 
+def leave_out(monkeypatch: pytest.MonkeyPatch, *beginnings: str) -> None:
+    """Calls of these names, which would fail before others can, give zeros."""
+    call = ffi.call
+
+    def call_or_zeros(target, results, operands, attributes, axes, *given, **named):
+        if not target.startswith(beginnings):
+            return call(target, results, operands, attributes, axes, *given, **named)
+        return vary_all([jnp.zeros(result.shape, result.dtype) for result in results], axes)
+
+    monkeypatch.setattr(ffi, "call", call_or_zeros)
+
+
 WAYS = [
     pytest.param("fused", 1, MISSING_STREAM),
     pytest.param("composed", 1, MISSING_STREAM),
@@ -79,8 +91,9 @@ WAYS = [
 @pytest.mark.parametrize("precision", ["operands", "mxfp8"])
 @pytest.mark.parametrize(("composition", "ranks", "missing"), WAYS)
 def test_handlers_of_the_layer_decode_what_they_get(
-    composition, ranks, missing, precision, derived
+    composition, ranks, missing, precision, derived, monkeypatch
 ):
+    leave_out(monkeypatch, "jax_mok_round")
     config = jax_mok.MoEConfig(composition=composition, precision=precision)
     layer = functools.partial(jax_mok.moe, mesh=mesh_of(ranks), axis_name="ep", config=config)
     ids = jnp.zeros((TOKENS, TOP_K), jnp.int32)
@@ -107,15 +120,7 @@ def test_handlers_of_the_layer_decode_what_they_get(
 def test_handlers_of_gradients_decode_what_they_get(
     composition, ranks, missing, precision, saved_rows, direction, masters, monkeypatch
 ):
-    call = ffi.call
-
-    def without_forward(target, results, operands, attributes, axes, aliases=None):
-        if target.startswith("jax_mok_forward"):
-            zeros = [jnp.zeros(result.shape, result.dtype) for result in results]
-            return vary_all(zeros, axes)
-        return call(target, results, operands, attributes, axes, aliases)
-
-    monkeypatch.setattr(ffi, "call", without_forward)
+    leave_out(monkeypatch, "jax_mok_forward", "jax_mok_round")
     config = jax_mok.MoEConfig(
         composition=composition,
         reverse_combine=direction,
