@@ -11,8 +11,10 @@ pytestmark = [
 ]
 
 # Both compositions and passes, on one GPU: ranks that wait for each other are too slow for a tool.
+# Operands come from the host, and no result is looked at: the tools see no other kernels, so what
+# those write is to initcheck memory that nobody has written.
 CALLS = """
-import gpu_harness, jax, jax.numpy as jnp, test_gpu, test_gpu_mx
+import gpu_harness, jax, numpy, test_gpu, test_gpu_mx
 import jax_mok
 
 inputs = test_gpu.draw("zipf", tokens=130, hidden=64, inner=64, experts=4)
@@ -29,17 +31,15 @@ for composition in ("auto", "composed"):
         y, pull_back = jax.vjp(layer, x, *rest)
         return y, *pull_back(dy)
 
-    # Looked at on the GPU: initcheck does not see tensor stores, and so takes a copy of what they
-    # wrote for one of memory that nobody has written.
-    for result in step(x, rest, inputs.dy):
-        assert jnp.isfinite(result).all()
+    jax.block_until_ready(step(x, rest, inputs.dy))
 jax_mok.check()
 
 # Conversions to MXFP8, of something that is not finite in a warp of several.
 for shape in ((5, 64, 96), (3, 32, 32)):
-    x = jax.random.normal(jax.random.key(0), shape).at[0, 1, 2].set(jnp.nan)
-    jax.block_until_ready(jax.jit(test_gpu_mx.convert_all)(x))
-jax.block_until_ready(jax.jit(test_gpu_mx.encoded)(jnp.ones((2, 64, 33))))
+    drawn = numpy.random.default_rng(0).standard_normal(shape, numpy.float32)
+    drawn[0, 1, 2] = numpy.nan
+    jax.block_until_ready(jax.jit(test_gpu_mx.convert_all)(drawn))
+jax.block_until_ready(jax.jit(test_gpu_mx.encoded)(numpy.ones((2, 64, 33), numpy.float32)))
 """
 
 

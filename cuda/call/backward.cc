@@ -250,12 +250,10 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   fill_params(call, space, places, layout, arena, &params);
   params.peers_apart = peers_apart(plan.ranks - 1, device.backward_clusters * kCluster);
 
+  const MeetingTerms terms{sizes.signature(), call.timeout_ns, space.kernel_failed,
+                           space.link_failed, device.record};
   count_launched_call();
   Launches launch;
-  const auto meet = [&](const char* what, Meeting meeting) {
-    launch(what, barrier(*arena, layout, meeting, sizes.signature(), call.timeout_ns,
-                         space.kernel_failed, space.link_failed, device.record, stream));
-  };
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   if (sizes.pulls()) {
     constexpr int kLarge = 0x7f;  // in every byte
@@ -263,10 +261,9 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
   }
   if (arena != nullptr) {
-    launch("publish",
-           publish_gradients(*arena, layout, plan, call.weights, call.slot_rank,
-                             {call.x, places.rounded_x}, {call.dy, places.rounded_dy}, stream));
-    meet("entry barrier", Meeting::kEntry);
+    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank,
+                                        {call.x, places.rounded_x}, {call.dy, places.rounded_dy},
+                                        terms, space.blocks_done, stream));
     launch("weights", cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                                       sizeof(float) * plan.ranks * plan.choices(),
                                       cudaMemcpyDeviceToDevice, stream));
@@ -295,7 +292,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    meet("exit barrier", Meeting::kExit);
+    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
   }
   launch("sum", weighted_sum({.slots = is_pushed ? places.dx_rows : nullptr,
                               .outputs = places.dx_rows,

@@ -111,24 +111,22 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   params.clamp = clamp_at(call.clamp);
   params.timeout_ns = call.timeout_ns;
 
+  const MeetingTerms terms{shape.signature(), call.timeout_ns, space.kernel_failed,
+                           space.link_failed, device.record};
   count_launched_call();
   Launches launch;
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
-  const int32_t* routes = call.ids;
+  PlanSource source{.routes = call.ids, .scratch = space.plan_scratch, .to_pull = space.to_pull};
   if (arena != nullptr) {
-    launch("publish", publish(*arena, layout, shape.plan, call.ids, {call.x, rounded}, stream));
-    launch("entry barrier",
-           barrier(*arena, layout, Meeting::kEntry, shape.signature(), call.timeout_ns,
-                   space.kernel_failed, space.link_failed, device.record, stream));
-    launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
-    routes = space.routes;
+    launch("publish", publish(*arena, layout, shape.plan, call.ids, {call.x, rounded}, terms,
+                              space.blocks_done, stream));
+    source.routes = space.routes;
+    source.arrived = {reinterpret_cast<const int32_t*>(arena->own + layout.choices_offset()),
+                      space.link_failed, space.routes};
   } else if (shape.is_mx) {
     launch("round", round_rows(call.x, rounded, shape.plan.tokens, params.hidden, stream));
   }
-  launch("plan",
-         build_plan(shape.plan, rank,
-                    {.routes = routes, .scratch = space.plan_scratch, .to_pull = space.to_pull},
-                    tables, stream));
+  launch("plan", build_plan(shape.plan, rank, source, tables, stream));
   launch("work list", list_work(shape.plan, shape.work, tables.expert_tile, space.list, stream));
   if (shape.composed) {
     launch_waves(shape, space, params, device.clusters, stream, launch);
@@ -140,9 +138,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    launch("exit barrier",
-           barrier(*arena, layout, Meeting::kExit, shape.signature(), call.timeout_ns,
-                   space.kernel_failed, space.link_failed, device.record, stream));
+    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
   }
   launch("weighted sum", weighted_sum({.slots = slots,
                                        .outputs = outputs,

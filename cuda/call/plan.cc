@@ -15,8 +15,12 @@ namespace {
 struct Workspace {
   int32_t* scratch;  // [plan_scratch_words]
   int32_t* routes;   // [ranks, tokens, top_k]; only with peers, and not if they come gathered
+
+  // Set to zero before a call.
   int32_t* link_failed;
   int32_t* kernel_failed;  // set if a launch has failed: no kernel of this call waits for another
+  uint32_t* blocks_done;   // of those that publish
+
   int64_t bytes;
 };
 
@@ -27,13 +31,15 @@ Workspace lay_out(const PlanShape& shape, char* base) {
   space.routes = shape.ranks == 1 ? nullptr : parts.take<int32_t>(shape.ranks * shape.choices());
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
+  space.blocks_done = parts.take<uint32_t>(1);
   space.bytes = parts.used();
   return space;
 }
 
-void clear_fault_words(Launches& launch, const Workspace& space, cudaStream_t stream) {
-  launch("fault words", cudaMemsetAsync(space.link_failed, 0, sizeof(int32_t), stream));
-  launch("fault words", cudaMemsetAsync(space.kernel_failed, 0, sizeof(int32_t), stream));
+void clear_words(Launches& launch, const Workspace& space, cudaStream_t stream) {
+  launch("zero", cudaMemsetAsync(space.link_failed, 0, sizeof(int32_t), stream));
+  launch("zero", cudaMemsetAsync(space.kernel_failed, 0, sizeof(int32_t), stream));
+  launch("zero", cudaMemsetAsync(space.blocks_done, 0, sizeof(uint32_t), stream));
 }
 
 // The tables of `rank`, or of the one that `source.rank` points to.
@@ -73,28 +79,25 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
     return "the workspace is too small";
   }
   CallRecord* const record = device_of(ordinal).record;
-  const uint64_t signature =
-      signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0, /*is_mx=*/false);
+  const MeetingTerms terms{
+      signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0, /*is_mx=*/false),
+      call.timeout_ns, space.kernel_failed, space.link_failed, record};
 
   count_launched_call();
   Launches launch;
-  clear_fault_words(launch, space, stream);
+  clear_words(launch, space, stream);
   const int32_t* routes = call.ids;
   int32_t rank = 0;
   if (arena != nullptr) {
-    const auto meet = [&](const char* what, Meeting meeting) {
-      launch(what, barrier(*arena, layout, meeting, signature, call.timeout_ns, space.kernel_failed,
-                           space.link_failed, record, stream));
-    };
-    launch("publish", publish(*arena, layout, shape, routes, /*x=*/{}, stream));
-    meet("entry barrier", Meeting::kEntry);
+    launch("publish",
+           publish(*arena, layout, shape, routes, /*x=*/{}, terms, space.blocks_done, stream));
     launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
     // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it
     // known whether one has done so before, having waited in vain for this rank.
     if (launch.failed()) {  // the peers have not got this rank's routes
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    meet("exit barrier", Meeting::kExit);
+    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
     launch("mask",
            mask_routes_if(space.link_failed, space.routes, shape.ranks * shape.choices(), stream));
     routes = space.routes;
@@ -112,7 +115,7 @@ std::string launch_gathered_plan_call(const GatheredPlanCall& call, int32_t ordi
     return "the workspace is too small";
   }
   Launches launch;
-  clear_fault_words(launch, space, stream);
+  clear_words(launch, space, stream);
   fill_tables(launch, call.shape, /*rank=*/-1,
               {.routes = call.ids, .scratch = space.scratch, .to_pull = nullptr, .rank = call.rank},
               call.tables, space, device_of(ordinal).record, stream);

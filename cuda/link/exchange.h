@@ -9,9 +9,28 @@
 #include "link/arena.h"
 #include "link/arena_layout.h"
 
-// The kernels by which ranks meet, before and after the big one. Only the barrier waits, with a
-// bound; it is one block, so it cannot keep a collective of another library from its SMs.
+// The kernels by which ranks meet, before and after the big one. Only one block of them waits, with
+// a bound, so they cannot keep a collective of another library from its SMs.
 namespace mok {
+
+// Each call has an entry and an exit, whether the entry is passed or not.
+//
+// A meeting ends when all ranks have come; everything that this rank's stream has done before is
+// then visible to the others. If one has not come when the time-out expires, has failed in this
+// call, or has come to a call of another signature, sets *failed and adds to the record: the call
+// has no results on this rank. A call that has *failed or *kernel_failed set already waits for
+// nobody, and fails on all ranks.
+//
+// Later calls are right again once every rank has come to as many; a rank that has left one out
+// fails for ever, as do its peers. A rank that was waited for in vain is not waited for again until
+// it has moved.
+struct MeetingTerms {
+  uint64_t signature;
+  uint64_t timeout_ns;
+  const int32_t* kernel_failed;
+  int32_t* failed;
+  CallRecord* record;
+};
 
 // Rows of this rank, [tokens, width] of bf16. In a layout of MXFP8 they are rounded, and what they
 // are then goes to `rounded`, too, unless that is null.
@@ -21,32 +40,24 @@ struct ShownRows {
 };
 
 // Pushes this rank's routes to all ranks, and shows them its tokens; or, if that is the layout's
-// direction, pushes each token to the peers whose experts it has chosen, once to each. `x` may be
-// null if the layout has no width.
+// direction, pushes each token to the peers whose experts it has chosen, once to each. Then meets
+// them at the call's entry. `x` may be null if the layout has no width; `blocks_done`, one word,
+// is zero before.
 cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const ShownRows& x, cudaStream_t stream);
+                    const int32_t* ids, const ShownRows& x, const MeetingTerms& entry,
+                    uint32_t* blocks_done, cudaStream_t stream);
 
 // Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
-// the output's gradient, or pushes them; for a layout of a backward call. `slot_rank` is that of
-// the plan.
+// the output's gradient, or pushes them; for a layout of a backward call. Then meets them at its
+// entry. `slot_rank` is that of the plan.
 cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
                               const float* weights, const int32_t* slot_rank, const ShownRows& x,
-                              const ShownRows& dy, cudaStream_t stream);
+                              const ShownRows& dy, const MeetingTerms& entry, uint32_t* blocks_done,
+                              cudaStream_t stream);
 
-// Each call has an entry and an exit, whether the entry is passed or not.
-//
-// Returns when all ranks have come; everything that this rank's stream has done before is then
-// visible to the others. If one has not come when the time-out expires, has failed in this call, or
-// has come to a call of another signature, sets *failed and adds to the record: the call has no
-// results on this rank. A call that has *failed or *kernel_failed set already waits for nobody, and
-// fails on all ranks.
-//
-// Later calls are right again once every rank has come to as many; a rank that has left one out
-// fails for ever, as do its peers. A rank that was waited for in vain is not waited for again until
-// it has moved.
-cudaError_t barrier(const Arena& arena, const ArenaLayout& layout, Meeting meeting,
-                    uint64_t signature, uint64_t timeout_ns, const int32_t* kernel_failed,
-                    int32_t* failed, CallRecord* record, cudaStream_t stream);
+// The meeting at a call's exit.
+cudaError_t exit_barrier(const Arena& arena, const ArenaLayout& layout, const MeetingTerms& exit,
+                         cudaStream_t stream);
 
 // Takes a copy of all routes, [ranks, tokens, top_k]: whatever a late rank may do to the arena, the
 // kernels of this call see one set of routes. If *failed, all choices are masked: a rank that has

@@ -26,8 +26,10 @@ class ForwardScheduler : SchedulerBase<Params> {
       const BlockWork work = block_work(item, block_);
       const bool is_down = work.product == Product::kDown;
       const RowRing& ring = is_down ? params_.outputs : params_.dispatched;
+      bool is_received = false;  // any of this lane's tokens
       find_rows(work, assignment.rows, is_down ? nullptr : params_.zeros,
                 [&](int32_t slot, int32_t row) -> const Bits16* {
+                  is_received |= slot / params_.choices != params_.rank;
                   if (ring.rows != nullptr) {
                     return place_in(ring, row, params_.hidden);
                   }
@@ -35,12 +37,12 @@ class ForwardScheduler : SchedulerBase<Params> {
                                  : token_of(params_, params_.x, params_.received, params_.x_offset,
                                             slot);
                 });
-      await_inputs(work);
+      await_inputs(work, __any_sync(kAllLanes, is_received));
     });
   }
 
  private:
-  __device__ void await_inputs(const BlockWork& work) {
+  __device__ void await_inputs(const BlockWork& work, bool reads_received) {
     if (work.product == Product::kDown) {
       if (lane_ < work.tiles) {
         wait_for_count(params_.hidden_ready + work.tile + lane_,
@@ -53,7 +55,9 @@ class ForwardScheduler : SchedulerBase<Params> {
       if (former >= 0) {
         wait_for_count(params_.down_done + former, params_.down_columns, watch_);
       }
-      await_tokens(params_.pulled, tokens_there_, work.tile + work.tiles);
+      if (reads_received) {
+        await_tokens(params_.pulled, tokens_there_, work.tile + work.tiles);
+      }
     }
     __syncwarp();
   }

@@ -47,6 +47,16 @@ struct PlanCall {
       rank = *source.rank;
     }
   }
+  // The expert of a choice, when it is first looked at.
+  __device__ int32_t take(int64_t choice) const {
+    const ArrivedRoutes& arrived = source.arrived;
+    if (arrived.words == nullptr) {
+      return source.routes[choice];
+    }
+    const int32_t id = *arrived.failed != 0 ? kMaskedChoice : arrived.words[choice];
+    arrived.copy[choice] = id;
+    return id;
+  }
   __device__ int64_t choices() const { return shape.ranks * shape.choices(); }
   __device__ int64_t begin(int64_t segment) const {
     const int64_t first = segment * segments.choices;
@@ -65,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) count_choices(PlanCall call) {
   __syncthreads();
   const int64_t end = call.begin(blockIdx.x + 1);
   for (int64_t choice = call.begin(blockIdx.x) + threadIdx.x; choice < end; choice += kThreads) {
-    const int32_t id = call.source.routes[choice];
+    const int32_t id = call.take(choice);
     if (call.shape.is_expert(id)) {
       atomicAdd(counts + id, 1);
     } else if (call.is_own(choice)) {

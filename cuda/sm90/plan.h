@@ -10,10 +10,20 @@ namespace mok::sm90 {
 // int32 words of scratch memory that build_plan needs.
 int64_t plan_scratch_words(const PlanShape& shape);
 
+// If there are any, `routes` is to become a copy of them, [ranks, tokens, top_k]: whatever a late
+// rank may do to the arena, the kernels of a call see one set of routes. If *failed, all choices
+// are masked: a rank that has not passed the entry must not push.
+struct ArrivedRoutes {
+  const int32_t* words;
+  const int32_t* failed;
+  int32_t* copy;
+};
+
 // What the plan is made of, and what it needs beside its tables; all on the device.
 struct PlanSource {
   const int32_t* routes;  // [ranks, tokens, top_k] of all ranks
-  int32_t* scratch;       // [plan_scratch_words]
+  ArrivedRoutes arrived = {};
+  int32_t* scratch;   // [plan_scratch_words]
   uint64_t* to_pull;  // [max_rows / 64], zero before: sets bit r of word t if row 64 t + r is the
                       // first that needs its token, a peer's; may be null
   const int32_t* rank = nullptr;  // if not null, read when the kernels run, instead of an argument

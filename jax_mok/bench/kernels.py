@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 PLAN_KERNELS = (
-    "copy_routes_kernel",
     "count_choices",
     "place_choices",
     "list_work_kernel",
