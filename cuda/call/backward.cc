@@ -250,8 +250,11 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
   fill_params(call, space, places, layout, arena, &params);
   params.peers_apart = peers_apart(plan.ranks - 1, device.backward_clusters * kCluster);
 
-  const MeetingTerms terms{sizes.signature(), call.timeout_ns, space.kernel_failed,
-                           space.link_failed, device.record};
+  const MeetingTerms terms{.signature = sizes.signature(),
+                           .timeout_ns = call.timeout_ns,
+                           .kernel_failed = space.kernel_failed,
+                           .failed = space.link_failed,
+                           .record = device.record};
   count_launched_call();
   Launches launch;
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
@@ -261,9 +264,12 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
                                          sizeof(int32_t) * plan.ranks * plan.tokens, stream));
   }
   if (arena != nullptr) {
-    launch("publish", publish_gradients(*arena, layout, plan, call.weights, call.slot_rank,
-                                        {call.x, places.rounded_x}, {call.dy, places.rounded_dy},
-                                        terms, space.blocks_done, stream));
+    launch("publish",
+           publish_gradients(*arena, plan, call.weights, call.slot_rank, {call.x, places.rounded_x},
+                             {call.dy, places.rounded_dy}, terms, stream));
+    if (launch.failed()) {  // who has not come to the entry must not push
+      cudaMemsetAsync(space.link_failed, 1, sizeof(int32_t), stream);
+    }
     launch("weights", cudaMemcpyAsync(space.weights, arena->own + layout.choices_offset(),
                                       sizeof(float) * plan.ranks * plan.choices(),
                                       cudaMemcpyDeviceToDevice, stream));
@@ -292,7 +298,7 @@ std::string launch_backward_call(const BackwardCall& call, int32_t ordinal, cuda
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
+    launch("exit", meet_at_exit(*arena, terms, stream));
   }
   launch("sum", weighted_sum({.slots = is_pushed ? places.dx_rows : nullptr,
                               .outputs = places.dx_rows,

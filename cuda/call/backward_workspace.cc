@@ -79,7 +79,6 @@ BackwardWorkspace lay_out(const BackwardSizes& sizes, char* base) {
   space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
-  space.blocks_done = parts.take<uint32_t>(1);
   space.counts = parts.take<int32_t>(kPlanCounts);
   space.list.ranges = parts.take<BackwardRanges>(waves);
   space.zeros = parts.take<uint16_t>(sizes.hidden);

@@ -81,7 +81,6 @@ struct BackwardWorkspace {
   int64_t zero_bytes;
   int32_t* link_failed;
   int32_t* kernel_failed;
-  uint32_t* blocks_done;   // of those that publish
   int32_t* counts;         // of no plan: the forward call has reported its counts
   uint16_t* zeros;         // [hidden]
   uint32_t* next_items;    // one; or one a launch

@@ -111,18 +111,24 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
   params.clamp = clamp_at(call.clamp);
   params.timeout_ns = call.timeout_ns;
 
-  const MeetingTerms terms{shape.signature(), call.timeout_ns, space.kernel_failed,
-                           space.link_failed, device.record};
+  const MeetingTerms terms{.signature = shape.signature(),
+                           .timeout_ns = call.timeout_ns,
+                           .kernel_failed = space.kernel_failed,
+                           .failed = space.link_failed,
+                           .record = device.record};
   count_launched_call();
   Launches launch;
   launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   PlanSource source{.routes = call.ids, .scratch = space.plan_scratch, .to_pull = space.to_pull};
   if (arena != nullptr) {
-    launch("publish", publish(*arena, layout, shape.plan, call.ids, {call.x, rounded}, terms,
-                              space.blocks_done, stream));
-    source.routes = space.routes;
-    source.arrived = {reinterpret_cast<const int32_t*>(arena->own + layout.choices_offset()),
-                      space.link_failed, space.routes};
+    launch("publish",
+           publish_tokens(*arena, shape.plan, call.ids, {call.x, rounded}, terms, stream));
+    if (launch.failed()) {  // who has not come to the entry must not push
+      cudaMemsetAsync(space.link_failed, 1, sizeof(int32_t), stream);
+    }
+    source.routes = reinterpret_cast<const int32_t*>(arena->own + layout.choices_offset());
+    source.copy = space.routes;
+    source.failed = space.link_failed;
   } else if (shape.is_mx) {
     launch("round", round_rows(call.x, rounded, shape.plan.tokens, params.hidden, stream));
   }
@@ -138,7 +144,7 @@ std::string launch_forward_call(const ForwardCall& call, int32_t ordinal, cudaSt
     if (launch.failed()) {  // the peers' slots are not filled
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
+    launch("exit", meet_at_exit(*arena, terms, stream));
   }
   launch("weighted sum", weighted_sum({.slots = slots,
                                        .outputs = outputs,

@@ -66,7 +66,6 @@ Workspace lay_out(const ForwardShape& shape, char* base) {
   space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
-  space.blocks_done = parts.take<uint32_t>(1);
   space.zeros = parts.take<uint16_t>(shape.hidden);
   space.next_items = parts.take<uint32_t>(shape.composed ? 2 * shape.waves() : 1);
   space.hidden_ready = parts.take<uint32_t>(tiles);

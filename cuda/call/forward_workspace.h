@@ -62,7 +62,6 @@ struct Workspace {
   int64_t zero_bytes;
   int32_t* link_failed;
   int32_t* kernel_failed;
-  uint32_t* blocks_done;   // of those that publish
   uint16_t* zeros;         // [hidden]
   uint32_t* next_items;    // one; or two a wave
   uint32_t* hidden_ready;  // [tiles]

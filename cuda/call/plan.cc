@@ -16,10 +16,11 @@ struct Workspace {
   int32_t* scratch;  // [plan_scratch_words]
   int32_t* routes;   // [ranks, tokens, top_k]; only with peers, and not if they come gathered
 
-  // Set to zero before a call.
+  // Set to zero before a call: zero_bytes from `zero` on.
+  char* zero;
+  int64_t zero_bytes;
   int32_t* link_failed;
   int32_t* kernel_failed;  // set if a launch has failed: no kernel of this call waits for another
-  uint32_t* blocks_done;   // of those that publish
 
   int64_t bytes;
 };
@@ -29,17 +30,13 @@ Workspace lay_out(const PlanShape& shape, char* base) {
   Workspace space{};
   space.scratch = parts.take<int32_t>(sm90::plan_scratch_words(shape));
   space.routes = shape.ranks == 1 ? nullptr : parts.take<int32_t>(shape.ranks * shape.choices());
+  const int64_t zero_begin = parts.used();
+  space.zero = parts.take<char>(0);
   space.link_failed = parts.take<int32_t>(1);
   space.kernel_failed = parts.take<int32_t>(1);
-  space.blocks_done = parts.take<uint32_t>(1);
+  space.zero_bytes = parts.used() - zero_begin;
   space.bytes = parts.used();
   return space;
-}
-
-void clear_words(Launches& launch, const Workspace& space, cudaStream_t stream) {
-  launch("zero", cudaMemsetAsync(space.link_failed, 0, sizeof(int32_t), stream));
-  launch("zero", cudaMemsetAsync(space.kernel_failed, 0, sizeof(int32_t), stream));
-  launch("zero", cudaMemsetAsync(space.blocks_done, 0, sizeof(uint32_t), stream));
 }
 
 // The tables of `rank`, or of the one that `source.rank` points to.
@@ -80,31 +77,34 @@ std::string launch_plan_call(const PlanCall& call, int32_t ordinal, cudaStream_t
   }
   CallRecord* const record = device_of(ordinal).record;
   const MeetingTerms terms{
-      signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0, /*is_mx=*/false),
-      call.timeout_ns, space.kernel_failed, space.link_failed, record};
+      .signature = signature_of(CallKind::kPlan, shape, /*directions=*/{}, 0, 0, /*is_mx=*/false),
+      .timeout_ns = call.timeout_ns,
+      .kernel_failed = space.kernel_failed,
+      .failed = space.link_failed,
+      .record = record};
 
   count_launched_call();
   Launches launch;
-  clear_words(launch, space, stream);
-  const int32_t* routes = call.ids;
+  launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
+  sm90::PlanSource source{.routes = call.ids, .scratch = space.scratch, .to_pull = nullptr};
   int32_t rank = 0;
   if (arena != nullptr) {
-    launch("publish",
-           publish(*arena, layout, shape, routes, /*x=*/{}, terms, space.blocks_done, stream));
-    launch("routes", copy_routes(*arena, layout, space.link_failed, space.routes, stream));
-    // From here on a peer's next call may overwrite the routes in this rank's arena. Only now is it
-    // known whether one has done so before, having waited in vain for this rank.
+    launch("publish", publish_tokens(*arena, shape, call.ids, /*x=*/{}, terms, stream));
+    // Before the exit: behind it a peer's next call may overwrite the routes in this rank's arena.
+    // Only there is it known whether one has done so before, having waited in vain for this rank.
+    launch("routes", cudaMemcpyAsync(space.routes, arena->own + layout.choices_offset(),
+                                     sizeof(int32_t) * shape.ranks * shape.choices(),
+                                     cudaMemcpyDeviceToDevice, stream));
     if (launch.failed()) {  // the peers have not got this rank's routes
       cudaMemsetAsync(space.kernel_failed, 1, sizeof(int32_t), stream);
     }
-    launch("exit barrier", exit_barrier(*arena, layout, terms, stream));
-    launch("mask",
-           mask_routes_if(space.link_failed, space.routes, shape.ranks * shape.choices(), stream));
-    routes = space.routes;
+    launch("exit", meet_at_exit(*arena, terms, stream));
+    source.routes = space.routes;
+    source.copy = space.routes;
+    source.failed = space.link_failed;
     rank = arena->rank;
   }
-  fill_tables(launch, shape, rank, {.routes = routes, .scratch = space.scratch, .to_pull = nullptr},
-              call.tables, space, record, stream);
+  fill_tables(launch, shape, rank, source, call.tables, space, record, stream);
   return launch.result();
 }
 
@@ -115,7 +115,7 @@ std::string launch_gathered_plan_call(const GatheredPlanCall& call, int32_t ordi
     return "the workspace is too small";
   }
   Launches launch;
-  clear_words(launch, space, stream);
+  launch("zero", cudaMemsetAsync(space.zero, 0, space.zero_bytes, stream));
   fill_tables(launch, call.shape, /*rank=*/-1,
               {.routes = call.ids, .scratch = space.scratch, .to_pull = nullptr, .rank = call.rank},
               call.tables, space, device_of(ordinal).record, stream);

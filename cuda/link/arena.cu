@@ -130,6 +130,7 @@ void give_back(ncclComm_t comm, const Arena& arena) {
   }
   cudaFree(arena.bases);
   cudaFree(arena.missed);
+  cudaFree(arena.blocks_done);
 }
 
 // Memory of a new arena: epochs and flags begin at zero. Returns what went wrong, or nothing.
@@ -160,6 +161,12 @@ std::string take_memory(cudaStream_t stream, Arena* arena) {
   }
   if (status == cudaSuccess) {  // an epoch that no rank ever shows
     status = cudaMemsetAsync(arena->missed, 0xff, sizeof(uint64_t) * arena->layout.ranks, stream);
+  }
+  if (status == cudaSuccess) {
+    status = cudaMalloc(&arena->blocks_done, sizeof(uint32_t));
+  }
+  if (status == cudaSuccess) {
+    status = cudaMemsetAsync(arena->blocks_done, 0, sizeof(uint32_t), stream);
   }
   if (status == cudaSuccess) {
     status = cudaStreamSynchronize(stream);

@@ -17,7 +17,8 @@ struct Arena {
   char** bases;      // [ranks] on the device: where each rank's arena begins
   char* own;         // this rank's
   uint64_t* missed;  // [ranks] on the device: epoch at which each peer was last waited for in vain
-  void* window;      // an ncclWindow_t
+  uint32_t* blocks_done;  // one, on the device: of the kernel that publishes; zero between calls
+  void* window;           // an ncclWindow_t
 };
 
 // Makes the arena of an `ncclComm_t` for calls of one layout, unless it exists: calls of another

@@ -8,12 +8,14 @@
 namespace mok {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kCopyBlocks = 264;
-constexpr int kPublishBlocks = 132;  // one an SM: they have many registers
-constexpr int kRoundThreads = 256;
-constexpr int kRoundBlocks = 3 * 132;
-constexpr int kBarrierThreads = 128;
+constexpr int kSms = 132;
+constexpr int kExitThreads = 128;
+
+// Of the kernel that publishes, by what it publishes; blocks of an SM.
+template <bool kIsMx>
+constexpr int kThreads = kIsMx ? 256 : 512;
+template <bool kIsMx>
+constexpr int kBlocks = kIsMx ? 3 : 1;
 
 // A thread has so many loads under way.
 template <int kAtOnce>
@@ -73,37 +75,69 @@ __device__ int32_t receiver_of(const PlanShape& plan, int32_t rank, const Publis
   return peer;
 }
 
+// Pushes this rank's words to all ranks.
+__device__ void push_words(const Arena& arena, const int32_t* words, int64_t thread,
+                           int64_t threads) {
+  const ArenaLayout& layout = arena.layout;
+  for (int64_t i = thread; i < layout.choices; i += threads) {
+    const int32_t word = words[i];
+    for (int32_t peer = 0; peer < layout.ranks; ++peer) {
+      if (!inject::drops(Hook::kPushChoices, peer)) {
+        auto* const all = reinterpret_cast<int32_t*>(arena.bases[peer] + layout.choices_offset());
+        all[arena.rank * layout.choices + i] = word;
+      }
+    }
+  }
+}
+
 // Of the rows that `row_of(token)` gives, to where the peers receive them; a warp takes a token,
 // its lanes first the choices, then the bytes.
 template <typename RowOf>
-__device__ void push_tokens(char** bases, int32_t rank, const ArenaLayout& layout,
-                            const PlanShape& plan, const Published& published, int64_t row_bytes,
+__device__ void push_tokens(const Arena& arena, const PlanShape& plan, const Published& published,
                             const RowOf& row_of, int64_t offset, int64_t warp, int64_t warps) {
   const int lane = threadIdx.x % kWarp;
-  for (int64_t token = warp; token < layout.tokens; token += warps) {
+  const int64_t tokens = arena.layout.tokens;
+  const int64_t row_bytes = arena.layout.token_bytes();
+  for (int64_t token = warp; token < tokens; token += warps) {
     const char* const row = row_of(token);
-    const int64_t to = offset + (rank * layout.tokens + token) * row_bytes;
+    const int64_t to = offset + (arena.rank * tokens + token) * row_bytes;
     for (int32_t first = 0; first < plan.top_k; first += kWarp) {
       const int32_t k = first + lane;
-      const int32_t receiver = k < plan.top_k ? receiver_of(plan, rank, published, token, k) : -1;
+      const int32_t receiver =
+          k < plan.top_k ? receiver_of(plan, arena.rank, published, token, k) : -1;
       for (unsigned left = __ballot_sync(kAllLanes, receiver >= 0); left != 0; left &= left - 1) {
         const int32_t peer = __shfl_sync(kAllLanes, receiver, __ffs(left) - 1);
         if (!inject::warp_drops(Hook::kPushToken, peer)) {
-          copy<1>(bases[peer] + to, row, row_bytes, lane, kWarp);
+          copy<1>(arena.bases[peer] + to, row, row_bytes, lane, kWarp);
         }
       }
     }
   }
 }
 
+__device__ void show_rows(const Arena& arena, const PlanShape& plan, const Published& published,
+                          const ShownRows& shown, int64_t offset, bool are_pushed, int64_t thread,
+                          int64_t threads) {
+  const auto* const rows = reinterpret_cast<const char*>(shown.rows);
+  const int64_t row_bytes = arena.layout.token_bytes();
+  if (are_pushed) {
+    const auto row_of = [&](int64_t token) { return rows + token * row_bytes; };
+    push_tokens(arena, plan, published, row_of, offset, thread / kWarp, threads / kWarp);
+  } else {
+    copy<4>(arena.own + offset, rows, arena.layout.tokens * row_bytes, thread, threads);
+  }
+}
+
 // Rounds rows to MXFP8, in this rank's arena, and pushes them from there if they are pushed; a warp
 // takes a token.
-__device__ void show_rounded(char** bases, int32_t rank, const ArenaLayout& layout,
-                             const PlanShape& plan, const Published& published,
-                             const ShownRows& shown, int64_t offset, bool are_pushed, int64_t warp,
-                             int64_t warps) {
+__device__ void show_rounded(const Arena& arena, const PlanShape& plan, const Published& published,
+                             const ShownRows& shown, int64_t offset, bool are_pushed,
+                             int64_t thread, int64_t threads) {
+  const ArenaLayout& layout = arena.layout;
   const int64_t row_bytes = layout.token_bytes();
-  char* const own = bases[rank] + offset + (are_pushed ? rank * layout.tokens * row_bytes : 0);
+  const int64_t warp = thread / kWarp;
+  const int64_t warps = threads / kWarp;
+  char* const own = arena.own + offset + (are_pushed ? arena.rank * layout.tokens * row_bytes : 0);
   const auto round_token = [&](int64_t token) {
     char* const row = own + token * row_bytes;
     round_row(shown.rows + token * layout.width, static_cast<int32_t>(layout.width), row,
@@ -116,7 +150,7 @@ __device__ void show_rounded(char** bases, int32_t rank, const ArenaLayout& layo
       __syncwarp();  // a lane pushes what others have written
       return row;
     };
-    push_tokens(bases, rank, layout, plan, published, row_bytes, row_of, offset, warp, warps);
+    push_tokens(arena, plan, published, row_of, offset, warp, warps);
     return;
   }
   for (int64_t token = warp; token < layout.tokens; token += warps) {
@@ -124,159 +158,78 @@ __device__ void show_rounded(char** bases, int32_t rank, const ArenaLayout& layo
   }
 }
 
-// At the end of a kernel that shows something: the last block to come here meets the peers.
-__device__ void meet_when_all_is_shown(char** bases, int32_t rank, const ArenaLayout& layout,
-                                       uint64_t* missed, const MeetingTerms& terms,
-                                       uint32_t* blocks_done) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    is_last = atomicAdd(blocks_done, 1) == gridDim.x - 1;
-    __threadfence_system();
-  }
-  __syncthreads();
-  if (is_last) {
-    meet(bases, rank, layout, Meeting::kEntry, missed, terms);
-  }
-}
-
-__device__ void push_words(char** bases, int32_t rank, const ArenaLayout& layout,
-                           const int32_t* words, int64_t thread, int64_t threads) {
-  for (int64_t i = thread; i < layout.choices; i += threads) {
-    const int32_t word = words[i];
-    for (int32_t peer = 0; peer < layout.ranks; ++peer) {
-      if (!inject::drops(Hook::kPushChoices, peer)) {
-        reinterpret_cast<int32_t*>(bases[peer] +
-                                   layout.choices_offset())[rank * layout.choices + i] = word;
-      }
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    publish_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
-                   Published published, uint64_t* missed, MeetingTerms entry,
-                   uint32_t* blocks_done) {
+// The last block that has shown its part meets the peers.
+template <bool kIsMx>
+__global__ void __launch_bounds__(kThreads<kIsMx>, kBlocks<kIsMx>)
+    publish_kernel(Arena arena, PlanShape plan, Published published, MeetingTerms terms) {
+  const ArenaLayout& layout = arena.layout;
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t threads = gridDim.x * int64_t{blockDim.x};
-  push_words(bases, rank, layout, published.words, thread, threads);
-  const auto show_rows = [&](const void* rows, int64_t offset, bool are_pushed) {
-    if (are_pushed) {
-      const int64_t row_bytes = 2 * layout.width;
-      const auto row_of = [&](int64_t token) {
-        return static_cast<const char*>(rows) + token * row_bytes;
-      };
-      push_tokens(bases, rank, layout, plan, published, row_bytes, row_of, offset, thread / kWarp,
-                  threads / kWarp);
-    } else {
-      copy<4>(bases[rank] + offset, rows, 2 * layout.tokens * layout.width, thread, threads);
-    }
-  };
-  show_rows(published.x.rows, layout.x_offset(), layout.x_is_pushed);
-  if (published.dy.rows != nullptr) {
-    show_rows(published.dy.rows, layout.dy_offset(), layout.dy_is_pushed);
-  }
-  meet_when_all_is_shown(bases, rank, layout, missed, entry, blocks_done);
-}
-
-// The same in MXFP8.
-__global__ void __launch_bounds__(kRoundThreads, kRoundBlocks / 132)
-    publish_rounded_kernel(char** bases, int32_t rank, ArenaLayout layout, PlanShape plan,
-                           Published published, uint64_t* missed, MeetingTerms entry,
-                           uint32_t* blocks_done) {
-  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  const int64_t threads = gridDim.x * int64_t{blockDim.x};
-  push_words(bases, rank, layout, published.words, thread, threads);
+  push_words(arena, published.words, thread, threads);
   const auto show = [&](const ShownRows& rows, int64_t offset, bool are_pushed) {
-    show_rounded(bases, rank, layout, plan, published, rows, offset, are_pushed, thread / kWarp,
-                 threads / kWarp);
+    if constexpr (kIsMx) {
+      show_rounded(arena, plan, published, rows, offset, are_pushed, thread, threads);
+    } else {
+      show_rows(arena, plan, published, rows, offset, are_pushed, thread, threads);
+    }
   };
   show(published.x, layout.x_offset(), layout.x_is_pushed);
   if (published.dy.rows != nullptr) {
     show(published.dy, layout.dy_offset(), layout.dy_is_pushed);
   }
-  meet_when_all_is_shown(bases, rank, layout, missed, entry, blocks_done);
+
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    is_last = atomicInc(arena.blocks_done, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (is_last) {
+    meet(arena, Meeting::kEntry, terms);
+  }
 }
 
-__global__ void exit_barrier_kernel(char** bases, int32_t rank, ArenaLayout layout,
-                                    uint64_t* missed, MeetingTerms exit) {
-  meet(bases, rank, layout, Meeting::kExit, missed, exit);
+__global__ void meet_at_exit_kernel(Arena arena, MeetingTerms terms) {
+  meet(arena, Meeting::kExit, terms);
 }
 
-cudaError_t launch_publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                           const Published& published, const MeetingTerms& entry,
-                           uint32_t* blocks_done, cudaStream_t stream) {
-  const auto kernel = layout.is_mx ? publish_rounded_kernel : publish_kernel;
-  const int blocks = layout.is_mx ? kRoundBlocks : kPublishBlocks;
-  const int threads = layout.is_mx ? kRoundThreads : kThreads;
-  kernel<<<blocks, threads, 0, stream>>>(arena.bases, arena.rank, layout, plan, published,
-                                         arena.missed, entry, blocks_done);
+template <bool kIsMx>
+cudaError_t launch(const Arena& arena, const PlanShape& plan, const Published& published,
+                   const MeetingTerms& terms, cudaStream_t stream) {
+  publish_kernel<kIsMx>
+      <<<kSms * kBlocks<kIsMx>, kThreads<kIsMx>, 0, stream>>>(arena, plan, published, terms);
   return cudaGetLastError();
 }
 
-__global__ void copy_routes_kernel(char** bases, int32_t rank, ArenaLayout layout,
-                                   const int32_t* failed, int32_t* routes) {
-  const bool has_failed = *failed != 0;
-  const auto* const from = reinterpret_cast<const int32_t*>(bases[rank] + layout.choices_offset());
-  const int64_t count = layout.ranks * layout.choices;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += gridDim.x * int64_t{blockDim.x}) {
-    routes[i] = has_failed ? kMaskedChoice : from[i];
-  }
-}
-
-__global__ void mask_routes_kernel(const int32_t* failed, int32_t* routes, int64_t count) {
-  if (*failed == 0) {
-    return;
-  }
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += gridDim.x * int64_t{blockDim.x}) {
-    routes[i] = kMaskedChoice;
-  }
+cudaError_t publish(const Arena& arena, const PlanShape& plan, const Published& published,
+                    const MeetingTerms& terms, cudaStream_t stream) {
+  return (arena.layout.is_mx ? launch<true> : launch<false>)(arena, plan, published, terms, stream);
 }
 
 }  // namespace
 
-cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const ShownRows& x, const MeetingTerms& entry,
-                    uint32_t* blocks_done, cudaStream_t stream) {
-  return launch_publish(arena, layout, plan, {ids, ids, nullptr, x, {}}, entry, blocks_done,
-                        stream);
+cudaError_t publish_tokens(const Arena& arena, const PlanShape& plan, const int32_t* ids,
+                           const ShownRows& x, const MeetingTerms& terms, cudaStream_t stream) {
+  return publish(arena, plan, {ids, ids, nullptr, x, {}}, terms, stream);
 }
 
-cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const int32_t* slot_rank, const ShownRows& x,
-                              const ShownRows& dy, const MeetingTerms& entry, uint32_t* blocks_done,
-                              cudaStream_t stream) {
-  return launch_publish(arena, layout, plan,
-                        {reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy},
-                        entry, blocks_done, stream);
+cudaError_t publish_gradients(const Arena& arena, const PlanShape& plan, const float* weights,
+                              const int32_t* slot_rank, const ShownRows& x, const ShownRows& dy,
+                              const MeetingTerms& terms, cudaStream_t stream) {
+  return publish(arena, plan,
+                 {reinterpret_cast<const int32_t*>(weights), nullptr, slot_rank, x, dy}, terms,
+                 stream);
 }
 
-cudaError_t exit_barrier(const Arena& arena, const ArenaLayout& layout, const MeetingTerms& exit,
-                         cudaStream_t stream) {
-  exit_barrier_kernel<<<1, kBarrierThreads, 0, stream>>>(arena.bases, arena.rank, layout,
-                                                         arena.missed, exit);
-  return cudaGetLastError();
-}
-
-cudaError_t copy_routes(const Arena& arena, const ArenaLayout& layout, const int32_t* failed,
-                        int32_t* routes, cudaStream_t stream) {
-  copy_routes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(arena.bases, arena.rank, layout, failed,
-                                                           routes);
-  return cudaGetLastError();
-}
-
-cudaError_t mask_routes_if(const int32_t* failed, int32_t* routes, int64_t count,
-                           cudaStream_t stream) {
-  mask_routes_kernel<<<kCopyBlocks, kThreads, 0, stream>>>(failed, routes, count);
+cudaError_t meet_at_exit(const Arena& arena, const MeetingTerms& terms, cudaStream_t stream) {
+  meet_at_exit_kernel<<<1, kExitThreads, 0, stream>>>(arena, terms);
   return cudaGetLastError();
 }
 
 cudaError_t load_exchange() {
-  return load_kernels(publish_kernel, publish_rounded_kernel, exit_barrier_kernel,
-                      copy_routes_kernel, mask_routes_kernel);
+  return load_kernels(publish_kernel<false>, publish_kernel<true>, meet_at_exit_kernel);
 }
 
 }  // namespace mok

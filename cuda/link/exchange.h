@@ -41,34 +41,18 @@ struct ShownRows {
 
 // Pushes this rank's routes to all ranks, and shows them its tokens; or, if that is the layout's
 // direction, pushes each token to the peers whose experts it has chosen, once to each. Then meets
-// them at the call's entry. `x` may be null if the layout has no width; `blocks_done`, one word,
-// is zero before.
-cudaError_t publish(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                    const int32_t* ids, const ShownRows& x, const MeetingTerms& entry,
-                    uint32_t* blocks_done, cudaStream_t stream);
+// them at the call's entry. `x` may be null if the layout has no width.
+cudaError_t publish_tokens(const Arena& arena, const PlanShape& plan, const int32_t* ids,
+                           const ShownRows& x, const MeetingTerms& terms, cudaStream_t stream);
 
 // Pushes this rank's router weights, [tokens, top_k], to all ranks, and shows them its tokens and
 // the output's gradient, or pushes them; for a layout of a backward call. Then meets them at its
 // entry. `slot_rank` is that of the plan.
-cudaError_t publish_gradients(const Arena& arena, const ArenaLayout& layout, const PlanShape& plan,
-                              const float* weights, const int32_t* slot_rank, const ShownRows& x,
-                              const ShownRows& dy, const MeetingTerms& entry, uint32_t* blocks_done,
-                              cudaStream_t stream);
+cudaError_t publish_gradients(const Arena& arena, const PlanShape& plan, const float* weights,
+                              const int32_t* slot_rank, const ShownRows& x, const ShownRows& dy,
+                              const MeetingTerms& terms, cudaStream_t stream);
 
-// The meeting at a call's exit.
-cudaError_t exit_barrier(const Arena& arena, const ArenaLayout& layout, const MeetingTerms& exit,
-                         cudaStream_t stream);
-
-// Takes a copy of all routes, [ranks, tokens, top_k]: whatever a late rank may do to the arena, the
-// kernels of this call see one set of routes. If *failed, all choices are masked: a rank that has
-// not passed the entry must not push.
-cudaError_t copy_routes(const Arena& arena, const ArenaLayout& layout, const int32_t* failed,
-                        int32_t* routes, cudaStream_t stream);
-
-// Masks all of a call's routes, int32 [count], if *failed: ranks that have not met know nothing of
-// each other.
-cudaError_t mask_routes_if(const int32_t* failed, int32_t* routes, int64_t count,
-                           cudaStream_t stream);
+cudaError_t meet_at_exit(const Arena& arena, const MeetingTerms& terms, cudaStream_t stream);
 
 // Loads the kernels onto the current device.
 cudaError_t load_exchange();

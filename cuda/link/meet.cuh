@@ -9,7 +9,7 @@
 //
 // Why calls after a failed one are right, as long as every rank runs every call:
 //
-// Epochs count barriers, passed or not, so all ranks give a call the same ones. A late rank finds
+// Epochs count meetings, passed or not, so all ranks give a call the same ones. A late rank finds
 // that others have failed in the call it comes to, so it fails without a wait and catches up.
 //
 // Ranks that make different calls find so at the entry, or, if the other is in a later call by
@@ -34,13 +34,13 @@ __device__ inline Flag* flags_of(char* base, const ArenaLayout& layout) {
   return reinterpret_cast<Flag*>(base + layout.flags_offset());
 }
 
-__device__ inline void show(char** bases, int32_t rank, const ArenaLayout& layout,
-                            uint64_t Flag::* word, uint64_t value) {
-  for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
+// To all ranks.
+__device__ inline void show(const Arena& arena, uint64_t Flag::* word, uint64_t value) {
+  for (int32_t peer = threadIdx.x; peer < arena.layout.ranks; peer += blockDim.x) {
     if (inject::drops(Hook::kFlag, peer)) {
       continue;
     }
-    uint64_t* const to = &(flags_of(bases[peer], layout)[rank].*word);
+    uint64_t* const to = &(flags_of(arena.bases[peer], arena.layout)[arena.rank].*word);
     asm volatile("fence.acq_rel.sys;" ::: "memory");
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
@@ -53,11 +53,12 @@ __device__ inline uint64_t look(const uint64_t* word) {
 }
 
 // To be called by all threads of one block.
-__device__ inline void meet(char** bases, int32_t rank, const ArenaLayout& layout, Meeting meeting,
-                            uint64_t* missed, const MeetingTerms& terms) {
+__device__ inline void meet(const Arena& arena, Meeting meeting, const MeetingTerms& terms) {
   __shared__ int32_t missing;    // the lowest peer that has not come or has failed
   __shared__ int32_t elsewhere;  // the lowest peer that has come to another call
-  const Flag* const flags = flags_of(bases[rank], layout);
+  const ArenaLayout& layout = arena.layout;
+  const int32_t rank = arena.rank;
+  const Flag* const flags = flags_of(arena.own, layout);
   const uint64_t last = flags[rank].epoch;
   const uint64_t now = next_epoch(meeting, last);
   const uint64_t entry = entry_of(now);
@@ -71,23 +72,23 @@ __device__ inline void meet(char** bases, int32_t rank, const ArenaLayout& layou
   if (meeting == Meeting::kEntry) {
     for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
       // In order before the flag that the same thread shows next.
-      *static_cast<volatile uint64_t*>(&flags_of(bases[peer], layout)[rank].call) = call;
+      *static_cast<volatile uint64_t*>(&flags_of(arena.bases[peer], layout)[rank].call) = call;
     }
   }
   if (had_failed) {  // shown first, so that nobody passes who sees this rank come
-    show(bases, rank, layout, &Flag::failed, now);
+    show(arena, &Flag::failed, now);
   }
-  show(bases, rank, layout, &Flag::epoch, now);
+  show(arena, &Flag::epoch, now);
   if (had_failed) {
     return;
   }
   for (int32_t peer = threadIdx.x; peer < layout.ranks; peer += blockDim.x) {
     uint64_t seen = look(&flags[peer].epoch);
-    while (seen < now && seen != missed[peer] && global_nanoseconds() <= deadline) {
+    while (seen < now && seen != arena.missed[peer] && global_nanoseconds() <= deadline) {
       seen = look(&flags[peer].epoch);
     }
     if (seen < now) {
-      missed[peer] = seen;
+      arena.missed[peer] = seen;
       atomicMin(&missing, peer);
     } else if (meeting == Meeting::kEntry && is_other_call(look(&flags[peer].call), call)) {
       atomicMin(&elsewhere, peer);
@@ -104,7 +105,7 @@ __device__ inline void meet(char** bases, int32_t rank, const ArenaLayout& layou
   if (missing == layout.ranks && !calls_differ) {
     return;
   }
-  show(bases, rank, layout, &Flag::failed, now);
+  show(arena, &Flag::failed, now);
   if (threadIdx.x == 0) {
     CallRecord& record = *terms.record;
     *terms.failed = 1;

@@ -366,12 +366,20 @@ class Simulation {
     at(now_ + seconds, What::kStepsDone, r, c);
   }
 
+  // Whether any row of tiles [begin, end) of a rank is of another one.
+  bool has_others_than(int32_t r, int32_t begin, int32_t end) const {
+    const auto first = works_[r].homes.begin();
+    return std::any_of(first + works_[r].first_homes[begin], first + works_[r].first_homes[end],
+                       [&](const Homes& homes) { return homes.home != r; });
+  }
+
   // As sm90/forward_schedule.cuh waits; what it waits for last is the reason.
   bool may_start(int32_t r, const WorkItem& item, Waiting* reason) const {
     const Rank& rank = ranks_[r];
     const sm90::WorkShape& shape = works_[r].shape;
     for (int32_t block = 0; block < shape.cluster; ++block) {
       const BlockWork work = block_work(item, block);
+      const bool reads_received = has_others_than(r, work.tile, work.tile + work.tiles);
       for (int32_t tile = work.tile; tile < work.tile + work.tiles; ++tile) {
         if (work.product == Product::kDown) {
           if (rank.hidden_ready[tile] < shape.gate_up_columns) {
@@ -385,7 +393,7 @@ class Simulation {
           *reason = kForRing;
           return false;
         }
-        if (rank.tokens_there <= tile) {
+        if (reads_received && rank.tokens_there <= tile) {
           *reason = kForTokens;
           return false;
         }

@@ -38,7 +38,7 @@ struct ForwardParams {
   CUtensorMap hidden_tiles;
   CUtensorMap hidden_warps;  // the same ring in boxes of 16 rows, for stores
 
-  const Bits16* x;     // [tokens, hidden] of this rank
+  const Bits16* x;     // [tokens, hidden] of this rank, written before the kernel
   Bits16* received;    // [ranks, tokens, hidden] the peers' tokens, pulled or pushed
   RowRing dispatched;  // the rows' tokens; null: they are read where they lie, x and received
   RowRing outputs;     // where output rows go; null: to the home slots

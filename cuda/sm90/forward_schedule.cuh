@@ -55,7 +55,7 @@ class ForwardScheduler : SchedulerBase<Params> {
       if (former >= 0) {
         wait_for_count(params_.down_done + former, params_.down_columns, watch_);
       }
-      if (reads_received) {
+      if (reads_received) {  // this rank's own are there before the kernel begins
         await_tokens(params_.pulled, tokens_there_, work.tile + work.tiles);
       }
     }

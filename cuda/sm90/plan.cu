@@ -49,13 +49,10 @@ struct PlanCall {
   }
   // The expert of a choice, when it is first looked at.
   __device__ int32_t take(int64_t choice) const {
-    const ArrivedRoutes& arrived = source.arrived;
-    if (arrived.words == nullptr) {
+    if (source.copy == nullptr) {
       return source.routes[choice];
     }
-    const int32_t id = *arrived.failed != 0 ? kMaskedChoice : arrived.words[choice];
-    arrived.copy[choice] = id;
-    return id;
+    return source.copy[choice] = *source.failed != 0 ? kMaskedChoice : source.routes[choice];
   }
   __device__ int64_t choices() const { return shape.ranks * shape.choices(); }
   __device__ int64_t begin(int64_t segment) const {
@@ -390,8 +387,11 @@ cudaError_t prepare_plan() {
 
 cudaError_t build_plan(const PlanShape& shape, int32_t rank, const PlanSource& source,
                        const PlanTables& tables, cudaStream_t stream) {
-  const PlanCall call{shape, rank, source, tables, segments_of(shape)};
+  PlanCall call{shape, rank, source, tables, segments_of(shape)};
   count_choices<<<call.segments.count, kThreads, sizeof(int32_t) * bins_of(shape), stream>>>(call);
+  if (source.copy != nullptr) {
+    call.source.routes = source.copy;
+  }
   place_choices<<<call.segments.count, kThreads, place_shared_bytes(shape), stream>>>(call);
   const int64_t chunks = (shape.max_rows() + shape.chunk_rows - 1) / shape.chunk_rows;
   if (tables.pull_order != nullptr && chunks > 0) {

@@ -10,19 +10,14 @@ namespace mok::sm90 {
 // int32 words of scratch memory that build_plan needs.
 int64_t plan_scratch_words(const PlanShape& shape);
 
-// If there are any, `routes` is to become a copy of them, [ranks, tokens, top_k]: whatever a late
-// rank may do to the arena, the kernels of a call see one set of routes. If *failed, all choices
-// are masked: a rank that has not passed the entry must not push.
-struct ArrivedRoutes {
-  const int32_t* words;
-  const int32_t* failed;
-  int32_t* copy;
-};
-
 // What the plan is made of, and what it needs beside its tables; all on the device.
 struct PlanSource {
   const int32_t* routes;  // [ranks, tokens, top_k] of all ranks
-  ArrivedRoutes arrived = {};
+  // Where to take a copy of the routes, if not null (it may be themselves), of masked choices alone
+  // if *failed: whatever a late rank may do to the arena, the kernels of a call see one set of
+  // routes, and a rank that has not passed the entry pushes nothing.
+  int32_t* copy = nullptr;
+  const int32_t* failed = nullptr;
   int32_t* scratch;   // [plan_scratch_words]
   uint64_t* to_pull;  // [max_rows / 64], zero before: sets bit r of word t if row 64 t + r is the
                       // first that needs its token, a peer's; may be null

@@ -15,6 +15,7 @@ using namespace mok::sm90;
 enum class Bug {
   kNone,
   kReadsUnfetched,    // tokens are not awaited
+  kLooksAtFirstTile,  // nor by blocks whose first tile has none of a peer
   kReadsUnwritten,    // hidden rows are not awaited
   kOverwritesUnread,  // nor their readers, by those who take their place
   kCountsOneLess,
@@ -26,6 +27,9 @@ struct Load {
   WorkShape shape;
   std::vector<int> tiles;  // by expert
   int fetchers = 0;        // of the tokens of the tiles, in turn
+  int own_every = 0;  // so many tiles' one has no tokens of a peer; 0: none but without fetchers
+
+  bool is_own(int tile) const { return fetchers == 0 || (own_every > 0 && tile % own_every == 0); }
 };
 
 class Jobs {
@@ -49,9 +53,11 @@ class Jobs {
       });
     }
     work.fetchers.resize(load_.fetchers);
-    for (int tile = 0; tile < tiles() && load_.fetchers > 0; ++tile) {
-      work.fetchers[tile % load_.fetchers].push_back(
-          {{}, {}, {{token_place(tile), tile}}, {fetched(tile)}});
+    for (int tile = 0; tile < tiles(); ++tile) {
+      if (!load_.is_own(tile)) {
+        work.fetchers[tile % load_.fetchers].push_back(
+            {{}, {}, {{token_place(tile), tile}}, {fetched(tile)}});
+      }
     }
     work.places = token_place(tiles());
     work.counters.resize(3 * tiles());
@@ -81,12 +87,26 @@ class Jobs {
     for (int tile = work.tile; tile < work.tile + work.tiles; ++tile) {
       work.product == Product::kDown ? add_down(work, tile, job) : add_gate_up(work, tile, job);
     }
-    if (work.product == Product::kGateUp && load_.fetchers > 0 && bug_ != Bug::kReadsUnfetched) {
+    if (work.product == Product::kGateUp && awaits_tokens(work)) {
       for (int tile = 0; tile < work.tile + work.tiles; ++tile) {
-        job.awaits.push_back({fetched(tile), 1});
+        if (!load_.is_own(tile)) {
+          job.awaits.push_back({fetched(tile), 1});
+        }
       }
     }
     return job;
+  }
+
+  bool awaits_tokens(const BlockWork& work) const {
+    const int looks_at = bug_ == Bug::kReadsUnfetched     ? 0
+                         : bug_ == Bug::kLooksAtFirstTile ? 1
+                                                          : work.tiles;
+    for (int i = 0; i < looks_at; ++i) {
+      if (!load_.is_own(work.tile + i)) {
+        return true;
+      }
+    }
+    return false;
   }
 
   void add_gate_up(const BlockWork& work, int tile, kernel_model::Job& job) const {
@@ -97,7 +117,7 @@ class Jobs {
     if (work.column_block < load_.shape.gate_up_columns) {
       job.writes.push_back({hidden_place(tile, work.column_block), tile});
       job.tells.push_back(hidden_ready(tile));
-      if (load_.fetchers > 0) {
+      if (!load_.is_own(tile)) {
         job.reads.push_back({token_place(tile), tile});
       }
     }

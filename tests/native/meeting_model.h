@@ -8,7 +8,7 @@
 
 #include "core/meeting.h"
 
-// Ranks that call and meet as the barrier kernel does (link/exchange.cu), one access to a peer's
+// Ranks that call and meet as the kernels do (link/meet.cuh), one access to a peer's
 // memory at a time, with waits that may expire whenever somebody has not come, who may come back at
 // any time, and kernels that may give up. A model for every_order.h.
 namespace meeting_model {

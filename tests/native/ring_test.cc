@@ -25,10 +25,11 @@ struct Case {
   int clusters;
 };
 
-Load small_load(int cluster, int ring, std::vector<int> tiles, int columns, int fetchers) {
+Load small_load(int cluster, int ring, std::vector<int> tiles, int columns, int fetchers,
+                int own_every = 0) {
   const int most_tiles = std::reduce(tiles.begin(), tiles.end());
   const WorkShape shape = work_shape(cluster, ring, most_tiles, 256 * columns, 128 * columns, 1, 1);
-  return {shape, std::move(tiles), fetchers};
+  return {shape, std::move(tiles), fetchers, own_every};
 }
 
 void check_every_order() {
@@ -40,6 +41,7 @@ void check_every_order() {
       {"everything in the ring", small_load(2, 5, {4, 1}, 1, 0), 3},
       {"fetched tokens", small_load(1, 2, {3, 4}, 2, 2), 2},
       {"fetched tokens of two blocks", small_load(2, 4, {6, 1}, 1, 3), 2},
+      {"fetched tokens and own", small_load(2, 4, {5, 2}, 1, 2, 2), 2},
   };
   for (const auto& [name, load, clusters] : cases) {
     every_order::expect(false, name, kernel_model::Kernel(Jobs(load, Bug::kNone).work(), clusters));
@@ -49,6 +51,10 @@ void check_every_order() {
     every_order::expect(true, name, kernel_model::Kernel(Jobs(load, bug).work(), 2));
   };
   expect_wrong(Bug::kReadsUnfetched, "tokens not awaited");
+  every_order::expect(
+      true, "tokens awaited by the first tile",
+      kernel_model::Kernel(Jobs(small_load(1, 2, {3, 1}, 2, 1, 2), Bug::kLooksAtFirstTile).work(),
+                           2));
   expect_wrong(Bug::kReadsUnwritten, "hidden rows not awaited");
   expect_wrong(Bug::kOverwritesUnread, "readers not awaited");
   expect_wrong(Bug::kCountsOneLess, "one less awaited");
@@ -70,7 +76,7 @@ int wrong_runs(Bug bug, int runs) {
     const int ring = std::max<int>(2 * cluster, rng() % (most_tiles + 3));
     const WorkShape shape = work_shape(cluster, ring, most_tiles, 64 * (1 + rng() % 12),
                                        64 * (1 + rng() % 12), 1 + rng() % 4, 1 + rng() % 20);
-    const Load load{shape, tiles, static_cast<int>(rng() % 3)};
+    const Load load{shape, tiles, static_cast<int>(rng() % 3), static_cast<int>(rng() % 4)};
     const kernel_model::Kernel kernel(Jobs(load, bug).work(), 1 + rng() % 5);
     const std::string complaint = every_order::walk(kernel, rng);
     wrong += !complaint.empty();
@@ -83,8 +89,9 @@ void check_random_orders() {
     std::printf("%d runs go wrong\n", wrong);
     std::exit(1);
   }
-  for (const Bug bug : {Bug::kReadsUnfetched, Bug::kReadsUnwritten, Bug::kOverwritesUnread,
-                        Bug::kCountsOneLess, Bug::kReusesSlot, Bug::kStaleCounters}) {
+  for (const Bug bug :
+       {Bug::kReadsUnfetched, Bug::kLooksAtFirstTile, Bug::kReadsUnwritten, Bug::kOverwritesUnread,
+        Bug::kCountsOneLess, Bug::kReusesSlot, Bug::kStaleCounters}) {
     const int wrong = wrong_runs(bug, 400);
     std::printf("bug %d: %d of 400 runs go wrong\n", static_cast<int>(bug), wrong);
     if (wrong == 0) {
