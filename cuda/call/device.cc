@@ -59,6 +59,7 @@ std::string prepare_device(int32_t ordinal) {
   if (error == cudaSuccess) error = prepare_mx_forward(&mx_clusters);
   if (error == cudaSuccess) error = prepare_backward(&device.backward_clusters);
   if (error == cudaSuccess) error = prepare_mx_backward(&mx_backward_clusters);
+  // The same in both precisions, since all are blocks that fill an SM.
   device.clusters = std::min(device.clusters, mx_clusters);
   device.backward_clusters = std::min(device.backward_clusters, mx_backward_clusters);
   for (const auto load :

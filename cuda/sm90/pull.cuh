@@ -65,7 +65,8 @@ constexpr int kExpandedTogether = 4;
 constexpr int kPiecesInFlight = 4;
 
 // Likewise for rows of MXFP8, whose values are written.
-__device__ inline void expand_rows(unsigned lanes, const char* from, Bits16* to, int32_t width) {
+__device__ inline void expand_pulled_rows(unsigned lanes, const char* from, Bits16* to,
+                                          int32_t width) {
   const int pieces = mx_pieces(width);
   StreamPlace place{lanes, 0};  // the same in all lanes
   const auto visit = [&](StreamPlace at, auto base, const auto& take) {
@@ -145,7 +146,7 @@ __device__ void pull_tokens(const Params& params, const Pull& pull, int warp, in
                      __popc(lanes), 0);
       }
       if constexpr (Params::kIsMx) {
-        expand_rows(lanes, from, to, params.hidden);
+        expand_pulled_rows(lanes, from, to, params.hidden);
       } else {
         copy_rows(lanes, reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
                   params.hidden / 8);

@@ -71,8 +71,12 @@ inline xla::ffi::Error execute_backward(
   if (spent->typed_data() != saved.typed_data()) {
     return xla::ffi::Error::Internal("jax_mok: the saved pre-activations have been copied");
   }
+  // Without them those of dx are replayed with.
   const uint16_t* replay_gate = nullptr;
   const uint16_t* replay_up = nullptr;
+  if (replay.size() != 0 && replay.size() != 2) {
+    return xla::ffi::Error::Internal("jax_mok: replays take two weights, or those of dx");
+  }
   if (replay.size() == 2) {
     replay_gate = bits(*replay.get<xla::ffi::Buffer<xla::ffi::BF16>>(0));
     replay_up = bits(*replay.get<xla::ffi::Buffer<xla::ffi::BF16>>(1));

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "core/plan.h"
@@ -243,7 +244,7 @@ ffi::Error dequantize(ffi::AnyBuffer elements, ffi::AnyBuffer scales,
 ffi::Error round(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> rounded,
                  ffi::RemainingRets others) {
   const MxShape shape = mx_shape(values);
-  const auto round_to = [&]<typename From, typename To>(const From* from, To*) {
+  const auto round_to = [&]<typename From, typename To>(const From* from, std::type_identity<To>) {
     mx_round(from, shape, static_cast<To*>(rounded->untyped_data()));
     if (void* const across = rounded_across(others)) {
       mx_round(from, {shape.outer * shape.length, shape.inner, 1}, static_cast<To*>(across));
@@ -251,9 +252,9 @@ ffi::Error round(ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> rounded,
   };
   const auto round_from = [&]<typename From>(const From* from) {
     if (rounded->element_type() == ffi::F32) {
-      round_to(from, static_cast<float*>(nullptr));
+      round_to(from, std::type_identity<float>{});
     } else {
-      round_to(from, static_cast<BFloat16*>(nullptr));
+      round_to(from, std::type_identity<BFloat16>{});
     }
   };
   if (values.element_type() == ffi::F32) {
