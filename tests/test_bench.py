@@ -37,12 +37,14 @@ def run(
     )
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices):
+@pytest.mark.parametrize(("devices", "apart"), [(1, False), (2, False), (2, True)])
+def test_layer_is_measured_at_toy_size_on_cpu_devices(tmp_path, devices, apart):
     flags = ("--platform=cpu", "--shapes=toy", "--rounds=2", "--json=figures.json")
-    finished = run("layer", *flags, "--composition=composed", devices=devices, cwd=tmp_path)
+    flags += ("--composition=composed", f"--apart={apart}")
+    finished = run("layer", *flags, devices=devices, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert f"{devices} x cpu" in finished.stdout
+    assert ("every GPU by itself" in finished.stdout) == apart
     assert "composition composed" in finished.stdout
     assert finished.stderr.startswith("layer: the layer on GPUs, as shares of cuBLAS")
     assert "half a minute at toy size" in finished.stderr.splitlines()[0]

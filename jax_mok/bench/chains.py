@@ -59,20 +59,33 @@ class Operands(NamedTuple):
     right: jax.Array
 
 
-_SPECS = Operands._make([P(AXIS), P(None, AXIS), *[P(AXIS)] * 6])
+def apart(mesh: Mesh) -> Mesh:
+    """The same devices, each of them all ranks of an expert-parallel axis of its own."""
+    return Mesh(mesh.devices.reshape(-1, 1), ("replica", AXIS))
+
+
+def _specs(mesh: Mesh) -> Operands:
+    everywhere = P(mesh.axis_names)
+    return Operands._make([everywhere, P(None, mesh.axis_names), *[everywhere] * 6])
 
 
 def make_operands(
     shape: Shape, routes: str, mesh: Mesh, width: int, *, exponent: float = ZIPF_EXPONENT
 ) -> Operands:
-    """Random operands of unit variance after each product, and routes as `draw_routes` says."""
-    n, experts = mesh.size, shape.experts_of(mesh.size)
-    tokens = n * shape.tokens
+    """Random operands of unit variance after each product, and routes as `draw_routes` says.
+
+    Ranks of the mesh's expert-parallel axis share experts; replicas have their own, and the same
+    routes.
+    """
+    n, ranks = mesh.size, mesh.shape[AXIS]
+    replicas = n // ranks
+    tokens, experts = n * shape.tokens, replicas * shape.experts_of(ranks)
 
     def place(array: np.ndarray, spec: P) -> jax.Array:
         return jax.device_put(array, NamedSharding(mesh, spec))
 
-    ids = draw_turns(shape, routes, n, exponent=exponent)
+    ids = np.tile(draw_turns(shape, routes, ranks, exponent=exponent), (1, replicas, 1))
+    specs = _specs(mesh)
     matrices = (experts, shape.hidden, shape.inner)
     x, gate, up, down, left, right = _draw(
         mesh,
@@ -87,8 +100,8 @@ def make_operands(
     )
     return Operands(
         x=x,
-        ids=place(ids, P(None, AXIS)),
-        router_weights=place(np.ones((tokens, shape.top_k), np.float32), P(AXIS)),
+        ids=place(ids, P(None, mesh.axis_names)),
+        router_weights=place(np.ones((tokens, shape.top_k), np.float32), P(mesh.axis_names)),
         gate=gate,
         up=up,
         down=down,
@@ -113,7 +126,7 @@ def draw_turns(
 def _draw(mesh: Mesh, arrays: tuple[tuple[tuple[int, ...], int], ...]) -> list[jax.Array]:
     """Random arrays of these sizes and fans-in, by one program."""
 
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(AXIS)))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P(mesh.axis_names)))
     def draw() -> list[jax.Array]:
         return [
             jax.random.normal(jax.random.key(seed), sizes, jnp.bfloat16) / fan_in**0.5
@@ -137,7 +150,9 @@ def run_in_order(
       The last result of each kind.
     """
     body = functools.partial(_run_on_a_device, config=config, order=order)
-    return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS))(operands)
+    return jax.shard_map(body, mesh=mesh, in_specs=(_specs(mesh),), out_specs=P(mesh.axis_names))(
+        operands
+    )
 
 
 def _run_on_a_device(
@@ -211,9 +226,10 @@ def run_layer(
         # the last call, whose results it would have to copy.
         return call(calls - 1, jax.lax.fori_loop(0, calls - 1, call_and_drop, jnp.int32(0)))
 
-    return jax.shard_map(body, mesh=mesh, in_specs=(_SPECS,), out_specs=P(AXIS), check_vma=False)(
-        operands
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(_specs(mesh),), out_specs=P(mesh.axis_names), check_vma=False
     )
+    return mapped(operands)
 
 
 def _results(
@@ -272,7 +288,7 @@ def layer_queue(
     options: Mapping[str, Any] | None = None,
 ) -> Queue:
     """Calls of a layer, which take and return what those of `run_layer` do."""
-    specs = Operands._make([P(AXIS)] * len(_SPECS))
+    specs = Operands._make([P(AXIS)] * len(Operands._fields))
     function = jax.shard_map(
         lambda operands: _results(layer, backward, operands, operands.ids),
         mesh=mesh,

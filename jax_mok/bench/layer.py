@@ -12,6 +12,7 @@ records them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, cast
@@ -42,6 +43,12 @@ _COMPOSITION = flags.DEFINE_enum(
     ["auto", "composed"],
     "composed: the moves and the products in launches of their own, instead of the fused kernel",
 )
+_APART = flags.DEFINE_bool(
+    "apart",
+    False,
+    "every GPU is a rank by itself, with as many tokens and experts, all at once: what is left "
+    "without communication, on the same GPUs",
+)
 _RESIDUALS = flags.DEFINE_enum(
     "residuals",
     "saved",
@@ -61,12 +68,15 @@ def main(argv: Sequence[str]) -> None:
         measured: dict[str, Any] = {
             **session.description(),
             "composition": _COMPOSITION.value,
+            "apart": _APART.value,
             "residuals": _RESIDUALS.value if session.backward else None,
             "not_measured": session.not_measured(),
         }
         rates = session.rates()
         for name, rate in rates._asdict().items():
             measured[f"{name}_bytes_per_s"] = rate and rate._asdict()
+        if _APART.value:
+            session = dataclasses.replace(session, mesh=chains.apart(session.mesh))
         measure_shapes(session, measured, functools.partial(measure, session, rates), summary)
     check()
     report(measured)
@@ -123,7 +133,7 @@ def _memory_bytes(
     """Of a GPU, for one call: XLA's beside the operands, and what ranks show each other."""
     analysis = program.memory_analysis()
     assert analysis is not None
-    ranks = session.mesh.size
+    ranks = session.mesh.shape[chains.AXIS]
     shared = memory(
         config,
         ranks=ranks,

@@ -18,6 +18,8 @@ def report(measured: dict[str, Any]) -> None:
     """Prints what `jax_mok.bench.layer` has measured, as it writes it to --json."""
     what = f"{measured['routes']} routes, composition {measured['composition']}"
     what += f", {passes_of(measured)}"
+    if measured["apart"]:
+        what += ", every GPU by itself"
     if measured["backward"]:
         what += f", residuals {measured['residuals']}"
     console = open_report(measured, what)

@@ -137,7 +137,7 @@ class Session:
         return bound_of(
             shape,
             routes,
-            self.mesh.size,
+            self.mesh.shape[chains.AXIS],
             backward=self.backward,
             flops_per_s=self.scale.product_flops / product.median,
             link_bytes_per_s=rates.link and rates.link.median,
@@ -182,7 +182,7 @@ class Session:
         """What the figures belong to."""
         return {
             "devices": self.mesh.size,
-            "kind": self.mesh.devices[0].device_kind,
+            "kind": self.mesh.devices.flat[0].device_kind,
             "jax": jax.__version__,
             "routes": self.routes,
             "backward": self.backward,
