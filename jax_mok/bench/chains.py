@@ -27,6 +27,7 @@ from jax_mok.moe import moe_ffn
 AXIS = "ep"
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 """XLA's options for products by cuBLAS, the yardstick: not by its own generated kernels."""
+_UNDER_WAY_ON_CPU = 16  # with some thirty, JAX's CPU devices wait for each other for ever
 _TURNS = 8  # routes of their own for so many calls: repeated ones would keep weights in cache
 
 
@@ -85,7 +86,6 @@ def make_operands(
         return jax.device_put(array, NamedSharding(mesh, spec))
 
     ids = np.tile(draw_turns(shape, routes, ranks, exponent=exponent), (1, replicas, 1))
-    specs = _specs(mesh)
     matrices = (experts, shape.hidden, shape.inner)
     x, gate, up, down, left, right = _draw(
         mesh,
@@ -277,6 +277,8 @@ class Queue:
         """Starts so many, the first with the first arguments; returns what the last one does."""
         for turn in range(calls):
             results = self.program(*self._arguments[turn % len(self._arguments)])
+            if turn % _UNDER_WAY_ON_CPU == 0 and jax.default_backend() == "cpu":
+                jax.block_until_ready(results)
         return results
 
 

@@ -175,7 +175,8 @@ def check_absent(folder: pathlib.Path, file_of: Mapping[str, str]) -> None:
     if others:
         raise MoEInputError(
             f"{folder} has a checkpoint already, in {', '.join(sorted(others))}, which would go on "
-            "holding the old weights: save into a folder with no weights but those saved so before"
+            "holding the old weights: delete them, or save into a folder with no weights but those "
+            "saved so before"
         )
 
 
