@@ -349,7 +349,9 @@ def test_weights_that_are_partitioned_otherwise_are_not_saved(tmp_path, spec):
 def test_old_weights_do_not_stay_beside_those_saved(tmp_path, number):
     harness.write(tmp_path, CONFIGS["mixtral"], harness.draw("mixtral"), number)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(jax_mok.MoEInputError, match=r"has a checkpoint already, in model.*: save"):
+    with pytest.raises(
+        jax_mok.MoEInputError, match=r"has a checkpoint already, in model.*: delete them, or save"
+    ):
         save_moe_layer(tmp_path, LAYER, load(tmp_path).weights)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
