@@ -67,6 +67,17 @@ def test_conversions_are_measured_at_toy_size_on_cpu_devices(tmp_path):
     assert rows["de-quantise to bfloat16, axis -1"]["bytes"] == 2 * 64 * 96 * (33 / 32 + 2)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_precisions_are_measured_at_toy_size_on_cpu_devices(tmp_path, backward):
+    flags = ("--platform=cpu", "--rounds=2", "--json=f.json", f"--backward={backward}")
+    finished = run("precision", *flags, devices=2, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    forms = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
+    others = [] if backward else ["mxfp8, stored", "mxfp8, prepared"]
+    assert list(forms) == ["bfloat16", "mxfp8, converted", *others]
+    assert forms["bfloat16"]["over_bfloat16"] == 1.0
+
+
 def test_directions_are_tried_on_cpu_devices_and_not_kept(tmp_path):
     flags = ["--platform=cpu", "--rounds=2", "--json=f.json", "--plot=p.png"]
     finished = run("link", *flags, devices=2, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
