@@ -30,7 +30,7 @@ from jax_mok.ffi import export_safety_checks  # noqa: E402
 from jax_mok.memory import Memory, memory  # noqa: E402
 from jax_mok.moe import moe, moe_ffn, remat_policy  # noqa: E402
 from jax_mok.plan import Plan, build_plan  # noqa: E402
-from jax_mok.precision import prepare_weights  # noqa: E402
+from jax_mok.prepare import prepare_weights  # noqa: E402
 from jax_mok.reference import reference_moe  # noqa: E402
 
 __version__ = package_version()

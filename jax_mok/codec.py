@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 
 from jax_mok import ffi, gpu, quantize
 from jax_mok.quantize import BLOCK, MXArray
-from jax_mok.sharding import vary
+from jax_mok.sharding import vary, vary_all, varying_axes
 
 
 def encode(x: jax.Array, axis: int, axes: frozenset[str]) -> MXArray:
-    """float32 or bfloat16 x in MXFP8; `axis` is counted from the end, `axes` as for `ffi.call`."""
+    """x, of any float dtype, in MXFP8; `axis` is counted from the end, `axes` as for `ffi.call`."""
 
-    def by_custom_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         outer, length, inner = _around(x.shape, axis)
         results = [
             jax.ShapeDtypeStruct((outer, length, inner), jnp.float8_e4m3fn),
@@ -37,14 +37,14 @@ def encode(x: jax.Array, axis: int, axes: frozenset[str]) -> MXArray:
         array = quantize.quantize(x, axis)
         return array.elements, array.scales
 
-    elements, scales = _by_custom_call(by_custom_call, in_jax, vary(x, axes))
+    elements, scales = _where_built(by_call, in_jax, vary(_readable(x), axes))
     return MXArray(elements, scales, axis)
 
 
 def decode(array: MXArray, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
     """The array in float32 or bfloat16."""
 
-    def by_custom_call(elements: jax.Array, scales: jax.Array) -> jax.Array:
+    def by_call(elements: jax.Array, scales: jax.Array) -> jax.Array:
         outer, length, inner = _around(array.shape, array.axis)
         operands = [
             elements.reshape(outer, length, inner),
@@ -58,13 +58,13 @@ def decode(array: MXArray, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
         return quantize.dequantize(MXArray(elements, scales, array.axis), dtype)
 
     operands = vary(array.elements, axes), vary(array.scales, axes)
-    return _by_custom_call(by_custom_call, in_jax, *operands)
+    return _where_built(by_call, in_jax, *operands)
 
 
 def rounded(x: jax.Array, axis: int, dtype: DTypeLike, axes: frozenset[str]) -> jax.Array:
-    """float32 or bfloat16 x as MXFP8 has it, in float32 or bfloat16."""
+    """x, of any float dtype, as MXFP8 has it, in float32 or bfloat16."""
 
-    def by_custom_call(x: jax.Array) -> jax.Array:
+    def by_call(x: jax.Array) -> jax.Array:
         operand = x.reshape(_around(x.shape, axis))
         result = jax.ShapeDtypeStruct(operand.shape, dtype)
         return _call("jax_mok_round", [result], [operand], axes)[0].reshape(x.shape)
@@ -72,7 +72,7 @@ def rounded(x: jax.Array, axis: int, dtype: DTypeLike, axes: frozenset[str]) -> 
     def in_jax(x: jax.Array) -> jax.Array:
         return quantize.dequantize(quantize.quantize(x, axis), dtype)
 
-    return _by_custom_call(by_custom_call, in_jax, vary(x, axes))
+    return _where_built(by_call, in_jax, vary(_readable(x), axes))
 
 
 def rounded_along_both(
@@ -80,7 +80,7 @@ def rounded_along_both(
 ) -> tuple[jax.Array, jax.Array]:
     """`rounded` of x along axis −2 and along axis −1, for which x is read once."""
 
-    def by_custom_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_call(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         operand = x.reshape(_around(x.shape, -2))
         results = [jax.ShapeDtypeStruct(operand.shape, dtype)] * 2
         forward, backward = _call("jax_mok_round", results, [operand], axes)
@@ -92,7 +92,7 @@ def rounded_along_both(
         )
         return forward, backward
 
-    return _by_custom_call(by_custom_call, in_jax, vary(x, axes))
+    return _where_built(by_call, in_jax, vary(_readable(x), axes))
 
 
 def encode_rows(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -116,23 +116,41 @@ def _call(
     operands: Sequence[jax.Array],
     axes: frozenset[str],
 ) -> list[jax.Array]:
-    """Of arrays [outer, length, inner]."""
+    """Of arrays [outer, length, inner].
+
+    `vmap` puts its axes before those of all operands and results, which are then [..., outer,
+    length, inner]: the handlers multiply what comes before `length`.
+    """
     return ffi.call(target, results, operands, {}, axes, vmap_method="broadcast_all")
 
 
 _Results = TypeVar("_Results")
 
 
-def _by_custom_call(
-    by_custom_call: Callable[..., _Results],
+def _where_built(
+    by_call: Callable[..., _Results],
     in_jax: Callable[..., _Results],
     *operands: jax.Array,
 ) -> _Results:
     """Of the two, what the platform has."""
-    platforms = {"cpu": by_custom_call}
+    axes = frozenset[str]().union(*map(varying_axes, operands))
+
+    def typed_alike(convert: Callable[..., _Results]) -> Callable[..., _Results]:
+        # Of an empty array JAX makes constants, which are typed as the same on all devices; all
+        # branches must have one type.
+        return lambda *parts: jax.tree.map(lambda y: vary(y, axes), convert(*parts))
+
+    platforms = {"cpu": typed_alike(by_call)}
     if gpu.has_kernels():
-        platforms["cuda"] = by_custom_call
-    return lax.platform_dependent(*operands, default=in_jax, **platforms)
+        platforms["cuda"] = typed_alike(by_call)
+    return lax.platform_dependent(
+        *vary_all(operands, axes), default=typed_alike(in_jax), **platforms
+    )
+
+
+def _readable(x: jax.Array) -> jax.Array:
+    """x as the handlers can read it: they take for bfloat16 whatever is not float32."""
+    return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:

@@ -58,8 +58,8 @@ class MoEConfig:
         ±`clamp` before the activation (as in gpt-oss).
       precision: "operands" multiplies in x's dtype. "mxfp8" rounds what the products contract to
         MXFP8, in blocks of 32; activations and their gradients travel to the experts so, and
-        weights may be stored so. H and I are multiples of 32 then. What is rounded along which axis
-        is listed in `jax_mok.precision`.
+        weights may be stored so. H and I are multiples of 32 then (of 64 in the GPU kernels). What
+        is rounded along which axis is listed in `jax_mok.precision`.
       composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through
         memory that the ranks share, "collective" through XLA's own collectives, around products
         that are XLA's. "auto" on CPU devices: collective if several processes take part, else

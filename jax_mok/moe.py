@@ -381,11 +381,10 @@ def _moe_backward(
     summed_axes = {axis for axes in call.operand_axes[2:] for axis in varying_axes(dy) - axes}
     is_summed = any(jax.lax.axis_size(axis) > 1 for axis in summed_axes)
     masters = [master for w in weights if (master := precision.master_of(w)) is not None]
-    weight_dtype = (
-        jnp.dtype(jnp.float32)
-        if is_summed
-        else max((w.dtype for w in masters), key=lambda dtype: dtype.itemsize, default=dy.dtype)
-    )
+    # Masters may be of any float dtype, the kernels write these two; `gradient_of` converts.
+    dtypes = {master.dtype for master in masters} or {dy.dtype}
+    is_half = not is_summed and dtypes == {jnp.dtype(jnp.bfloat16)}
+    weight_dtype = jnp.dtype(jnp.bfloat16 if is_half else jnp.float32)
 
     def in_waves(dy: jax.Array, residuals: _Residuals) -> layer.Gradients:
         gradients = layer.backward(call, *residuals, dy=dy)

@@ -31,14 +31,12 @@ import functools
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_mok import codec
 from jax_mok.call import Call
 from jax_mok.errors import MoEInputError
-from jax_mok.quantize import MXArray, check_length, dequantize, rounded, without_gradient
-from jax_mok.sharding import is_in_shard_map, varying_axes
+from jax_mok.quantize import MXArray, without_gradient
 from jax_mok.transforms import refuse_derivative
 
 FORWARD_AXIS = -2
@@ -58,7 +56,7 @@ _NOT_MASTER = (
 )
 @dataclasses.dataclass(frozen=True)
 class PreparedWeight:
-    """A weight of the layer as its products take it; a pytree. Made by `prepare_weights`.
+    """A weight of the layer as its products take it; a pytree. `jax_mok.prepare_weights` makes it.
 
     Attributes:
       forward: [experts, H, I] or [experts, I, H], rounded along the contraction of the forward
@@ -97,90 +95,6 @@ class Weights(NamedTuple, Generic[_Of]):
     gate: _Of
     up: _Of
     down: _Of
-
-
-def prepare_weights(
-    w_gate: jax.Array | MXArray,
-    w_up: jax.Array | MXArray,
-    w_down: jax.Array | MXArray,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    backward: bool = False,
-) -> Weights[PreparedWeight]:
-    """Rounds weights to MXFP8 once, for many calls of the layer with `precision="mxfp8"`.
-
-    For inference, or the steps of one gradient accumulation: calls with what is returned have the
-    same bits as with the weights themselves, and do not convert them again.
-
-        prepared = jax_mok.prepare_weights(w_gate, w_up, w_down)
-        y = jax_mok.moe(x, ids, weights, *prepared, mesh=mesh, axis_name="ep", config=config)
-
-    It works on global arrays, and on a device's own inside `jax.shard_map`, where it is fastest.
-
-    Args:
-      w_gate: [experts, H, I], float32 or bfloat16, or an MXArray with blocks along its axis −2.
-      w_up: as w_gate.
-      w_down: [experts, I, H].
-      dtype: that of the layer's x; memory of that dtype is taken, twice with `backward`.
-      backward: the backward pass is prepared too. Gradients go to arrays given as float32 or
-        bfloat16, and to the masters of MXArrays.
-
-    Returns:
-      The three.
-
-    Raises:
-      MoEInputError: for lengths that are no multiples of 32, or MXArrays with other blocks.
-    """
-
-    def prepare(name: str, weight: jax.Array | MXArray) -> PreparedWeight:
-        master = master_of(weight)
-        forward, transposed = None, None
-        if isinstance(weight, MXArray):
-            check_blocks(name, weight)
-            forward = _decoded(dataclasses.replace(weight, master=None), dtype)
-        elif backward:
-            forward, transposed = _rounded_along_both(weight, dtype)
-        else:
-            forward = _rounded(weight, FORWARD_AXIS, dtype)
-        if not backward:
-            return PreparedWeight(forward, None, None)
-        if transposed is None:
-            transposed = _rounded(forward if master is None else master, BACKWARD_AXIS, dtype)
-        return PreparedWeight(forward, transposed, master)
-
-    return Weights(prepare("w_gate", w_gate), prepare("w_up", w_up), prepare("w_down", w_down))
-
-
-def _has_custom_call(*dtypes: DTypeLike) -> bool:
-    """XLA partitions plain JAX over the devices of a global array, but no custom call."""
-    supported = {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
-    return is_in_shard_map() and supported.issuperset(map(jnp.dtype, dtypes))
-
-
-def _decoded(array: MXArray, dtype: DTypeLike) -> jax.Array:
-    if not _has_custom_call(dtype):
-        return dequantize(array, dtype)
-    array = dataclasses.replace(
-        array,
-        elements=without_gradient(array.elements),
-        scales=without_gradient(array.scales),
-    )
-    return codec.decode(array, dtype, varying_axes(array.elements))
-
-
-def _rounded(x: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
-    if not _has_custom_call(x.dtype, dtype):
-        return jax.lax.stop_gradient(rounded(x, axis).astype(dtype))
-    check_length(x.shape, axis)
-    return codec.rounded(jax.lax.stop_gradient(x), axis, dtype, varying_axes(x))
-
-
-def _rounded_along_both(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    if not _has_custom_call(x.dtype, dtype):
-        return _rounded(x, FORWARD_AXIS, dtype), _rounded(x, BACKWARD_AXIS, dtype)
-    for axis in (FORWARD_AXIS, BACKWARD_AXIS):
-        check_length(x.shape, axis)
-    return codec.rounded_along_both(jax.lax.stop_gradient(x), dtype, varying_axes(x))
 
 
 def check_blocks(name: str, weight: MXArray) -> None:

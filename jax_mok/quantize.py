@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+import numpy as np
+from jax.typing import DTypeLike
 
 from jax_mok.errors import MoEInputError
 from jax_mok.transforms import refuse_derivative
@@ -65,7 +68,7 @@ class MXArray:
     Attributes:
       elements: float8_e4m3fn, of the array's shape.
       scales: float8_e8m0fnu; of the array's shape, but along `axis` a 32nd of it.
-      axis: which axis has the blocks, counted from the end: −1 is the last one.
+      axis: which axis has the blocks, an int counted from the end: −1 is the last one.
       master: the array that was quantised, of any float dtype, to which gradients go; or None,
         which is what to store.
     """
@@ -99,47 +102,91 @@ class MXArray:
         Raises:
           MoEInputError: if they do not.
         """
+        for part in ("elements", "scales", "master"):
+            value = getattr(self, part)
+            if not _is_array(value) and not (part == "master" and value is None):
+                raise MoEInputError(
+                    f"{name}.{part} must be an array, got {type(value).__name__}: make an MXArray "
+                    "with jax_mok.quantize.quantize"
+                )
         if self.elements.dtype != jnp.float8_e4m3fn:
             raise MoEInputError(
                 f"{name}.elements have dtype {self.elements.dtype}; MXFP8 has float8_e4m3fn here: "
                 "convert with jax_mok.quantize.quantize"
             )
+        if not self.shape:
+            raise MoEInputError(
+                f"{name} is a scalar, which has no axis for blocks of {BLOCK}: give an array"
+            )
+        if type(self.axis) is not int or not -self.ndim <= self.axis < 0:
+            raise MoEInputError(
+                f"{name}.axis={self.axis!r} must be an int from {-self.ndim} to -1: it is counted "
+                "from the end, so that it stays where axes are added in front"
+            )
+        _check_length(self.shape, self.axis)
         wanted = list(self.shape)
-        wanted[_axis(self.axis, len(wanted))] //= BLOCK
-        check_length(self.shape, self.axis)
+        wanted[self.axis] //= BLOCK
         if self.scales.dtype != jnp.float8_e8m0fnu or list(self.scales.shape) != wanted:
+            advice = "make both with jax_mok.quantize.quantize"
+            if self.scales.dtype == jnp.uint8:
+                advice = (
+                    "for biased exponents in uint8 use "
+                    "jax.lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)"
+                )
             raise MoEInputError(
                 f"{name}.scales are {self.scales.dtype}{list(self.scales.shape)}; elements "
                 f"{list(self.shape)} in blocks of {BLOCK} along axis {self.axis} have "
-                f"float8_e8m0fnu{wanted}"
+                f"float8_e8m0fnu{wanted}: {advice}"
             )
-        if self.master is not None and self.master.shape != self.shape:
+        if self.master is None:
+            return
+        if not jnp.issubdtype(self.master.dtype, jnp.floating):
+            raise MoEInputError(
+                f"{name}.master has dtype {self.master.dtype}; gradients go to floats: give a "
+                "float master, or None"
+            )
+        if self.master.shape != self.shape:
             raise MoEInputError(
                 f"{name}.master has shape {list(self.master.shape)}; that of the elements is "
-                f"{list(self.shape)}"
+                f"{list(self.shape)}: give the array that was quantised, or None"
             )
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "keep_master"))
-def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXArray:
+def quantize(x: jax.Array | np.ndarray, axis: int = -1, *, keep_master: bool = False) -> MXArray:
     """To MXFP8, by the rule above.
 
     Args:
-      x: of any float dtype up to float32; its length along the axis is a multiple of 32.
-      axis: the contraction of the product that x will be in.
+      x: of any shape and any float dtype up to float32; its length along the axis is a multiple
+        of 32.
+      axis: the contraction of the product that x will be in; of the array it is counted from the
+        end.
       keep_master: x becomes the array's master, to which gradients go.
 
     Raises:
-      MoEInputError: for another length or dtype.
+      MoEInputError: for another length or dtype, an axis that x does not have, or no array.
       MoEError: if x is differentiated, and is not kept.
     """
-    master = jnp.asarray(x)
-    if not jnp.issubdtype(master.dtype, jnp.floating):
-        raise MoEInputError(f"x has dtype {master.dtype}; MXFP8 is made of floats")
+    if isinstance(x, MXArray):
+        raise MoEInputError(
+            "x is an MXArray, in MXFP8 already: give the float array, or for blocks along another "
+            "axis jax_mok.quantize.dequantize(x)"
+        )
+    if not _is_array(x):
+        raise MoEInputError(f"x must be an array, got {type(x).__name__}: use jnp.asarray")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+        raise MoEInputError(
+            f"x has dtype {x.dtype}; MXFP8 is made of floats up to float32: convert with "
+            ".astype(jnp.float32)"
+        )
+    _check_length(x.shape, axis)
+    return _quantize(x, _axis(axis, x.ndim) - x.ndim, keep_master=keep_master)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "keep_master"))
+def _quantize(master: jax.Array, axis: int, *, keep_master: bool) -> MXArray:
     fixed = jax.lax.stop_gradient(master) if keep_master else without_gradient(master)
     x = fixed.astype(jnp.float32)
-    check_length(x.shape, axis)
-    place = _axis(axis, x.ndim)
+    place = axis % x.ndim
     outside, length = _without(x.shape, place), x.shape[place]
     blocks = jnp.moveaxis(x, place, -1).reshape(*outside, length // BLOCK, BLOCK)
     bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
@@ -155,24 +202,44 @@ def quantize(x: ArrayLike, axis: int = -1, *, keep_master: bool = False) -> MXAr
     elements = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8) | signs, jnp.float8_e4m3fn)
     elements = jnp.moveaxis(elements.reshape(*outside, length), -1, place)
     scales = jax.lax.bitcast_convert_type(jnp.moveaxis(scales, -1, place), jnp.float8_e8m0fnu)
-    return MXArray(elements, scales, place - x.ndim, master if keep_master else None)
+    return MXArray(elements, scales, axis, master if keep_master else None)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The array in bfloat16 or float32: exact, but for numbers below 2⁻¹²⁶, which are zeros.
 
     Its gradient is that of the array's master (straight through).
 
+    Args:
+      array: of any shape.
+      dtype: bfloat16, float32, or float16, which cannot hold all numbers of MXFP8.
+
+    Returns:
+      The values, of the array's shape.
+
     Raises:
-      MoEInputError: if elements and scales do not belong together.
+      MoEInputError: if the array is no MXArray, its parts do not belong together, or for another
+        dtype.
       MoEError: if elements or scales are differentiated.
     """
+    if not isinstance(array, MXArray):
+        raise MoEInputError(
+            f"array must be an MXArray, got {type(array).__name__}: make one with "
+            "jax_mok.quantize.quantize"
+        )
     array.check()
+    return _dequantize(array, check_dtype(dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantize(array: MXArray, dtype: np.dtype) -> jax.Array:
     elements, scales = without_gradient(array.elements), without_gradient(array.scales)
-    place = _axis(array.axis, array.ndim)
+    place = array.axis % array.ndim
     scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    exponents = jnp.repeat(scales, BLOCK, axis=place).astype(jnp.int32) - _BIAS
+    blocks = (*scales.shape[: place + 1], BLOCK, *scales.shape[place + 1 :])
+    # Not jnp.repeat, which does not know how to shard its result.
+    scales = jnp.broadcast_to(jnp.expand_dims(scales, place + 1), blocks)
+    exponents = scales.reshape(array.shape).astype(jnp.int32) - _BIAS
     # By two factors, of which each is a normal number.
     half = exponents // 2
     values = elements.astype(jnp.float32) * _power_of_two(half)
@@ -185,8 +252,12 @@ def dequantize(array: MXArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
 
 
 def rounded(x: jax.Array, axis: int = -1) -> jax.Array:
-    """x as MXFP8 has it, in x's dtype; its gradient is that of x itself (straight through)."""
-    return dequantize(quantize(x, axis, keep_master=True), x.dtype)
+    """x as MXFP8 has it, in x's dtype; its gradient is that of x itself (straight through).
+
+    Raises:
+      MoEInputError: as `quantize`.
+    """
+    return dequantize(quantize(x, axis, keep_master=True), jnp.float32).astype(x.dtype)
 
 
 def without_gradient(value: jax.Array) -> jax.Array:
@@ -234,17 +305,45 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _is_array(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
 def _axis(axis: int, dimensions: int) -> int:
-    if not -dimensions <= axis < dimensions:
-        raise MoEInputError(f"axis={axis} is none of the {dimensions} of the array")
-    return axis % dimensions
+    if not dimensions:
+        raise MoEInputError(
+            f"axis={axis!r}, but a scalar has no axis for blocks of {BLOCK}: give an array"
+        )
+    is_whole = isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
+    if not is_whole or not -dimensions <= axis < dimensions:
+        raise MoEInputError(
+            f"axis={axis!r} must be an integer from {-dimensions} to {dimensions - 1}"
+        )
+    return int(axis) % dimensions
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def check_length(shape: tuple[int, ...], axis: int) -> None:
+def check_dtype(dtype: DTypeLike, allowed: Sequence[DTypeLike], why: str = "") -> np.dtype:
+    """The dtype, if it is one of those allowed; refuses anything else."""
+    # NumPy takes None for float64.
+    name = repr(dtype)
+    if dtype is not None:
+        try:
+            found = jnp.dtype(dtype)
+        except (TypeError, ValueError):
+            pass
+        else:
+            if found in [jnp.dtype(one) for one in allowed]:
+                return found
+            name = found.name
+    *most, last = (jnp.dtype(one).name for one in allowed)
+    raise MoEInputError(f"dtype={name} must be {', '.join(most)} or {last}{why}")
+
+
+def _check_length(shape: tuple[int, ...], axis: int) -> None:
     """Refuses a length of which nothing is made."""
     length = shape[_axis(axis, len(shape))]
     if length % BLOCK:

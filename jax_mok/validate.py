@@ -9,13 +9,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_mok.config import MoEConfig
 from jax_mok.errors import MoEInputError
 from jax_mok.precision import PreparedWeight, Weight, Weights, check_blocks
-from jax_mok.quantize import BLOCK, MXArray
+from jax_mok.quantize import BLOCK, MXArray, check_dtype
 
 _ACTIVATIONS = (jnp.float32, jnp.bfloat16)
+_DIMENSIONS = Weights(("experts", "H", "I"), ("experts", "H", "I"), ("experts", "I", "H"))._asdict()
+_EXCHANGED = "w_gate's with H and I exchanged"
 
 
 def check_ids(expert_ids: jax.Array) -> None:
@@ -52,10 +55,9 @@ def check_operands(
     tokens, width = x.shape
     _check_shape("expert_ids", expert_ids, (tokens, expert_ids.shape[1]), "one row for each token")
     _check_shape("expert_weights", expert_weights, expert_ids.shape, "one weight for each choice")
+    for field, dimensions in _DIMENSIONS.items():
+        _check_weight(f"w_{field}", getattr(weights, field), dimensions, x, config)
     w_gate, w_up, w_down = weights
-    _check_weight("w_gate", w_gate, ("experts", "H", "I"), x, config)
-    _check_weight("w_up", w_up, ("experts", "H", "I"), x, config)
-    _check_weight("w_down", w_down, ("experts", "I", "H"), x, config)
     experts, _, inner = w_gate.shape
     if math.prod(w_gate.shape) == 0 or width == 0:
         raise MoEInputError(
@@ -64,11 +66,35 @@ def check_operands(
         )
     _check_shape("w_gate", w_gate, (experts, width, inner), "H as in x")
     _check_shape("w_up", w_up, (experts, width, inner), "the shape of w_gate")
-    _check_shape("w_down", w_down, (experts, inner, width), "w_gate's with H and I exchanged")
+    _check_shape("w_down", w_down, (experts, inner, width), _EXCHANGED)
     if config.precision == "mxfp8" and (width % BLOCK or inner % BLOCK):
         raise MoEInputError(
             f"H={width} and I={inner}; MXFP8 has blocks of {BLOCK} along both: use multiples of "
             f"{BLOCK}, or pad x and the weights with zeros"
+        )
+
+
+def check_preparable(weights: Weights[jax.Array | MXArray], dtype: DTypeLike) -> None:
+    """Refuses what `prepare_weights` cannot round, or what the layer would not take then."""
+    check_dtype(dtype, _ACTIVATIONS, ", that of the layer's x: use dtype=x.dtype")
+    for field, dimensions in _DIMENSIONS.items():
+        name, weight = f"w_{field}", getattr(weights, field)
+        if isinstance(weight, PreparedWeight):
+            raise MoEInputError(
+                f"{name} was prepared already: give the layer what prepare_weights returned, or "
+                "prepare_weights the arrays or MXArrays it was made of"
+            )
+        if isinstance(weight, MXArray):
+            _check_mx(name, weight, dimensions)
+        else:
+            _check_array(name, weight, dimensions, _ACTIVATIONS)
+    experts, width, inner = weights.gate.shape
+    _check_shape("w_up", weights.up, (experts, width, inner), "the shape of w_gate")
+    _check_shape("w_down", weights.down, (experts, inner, width), _EXCHANGED)
+    if width % BLOCK or inner % BLOCK:
+        raise MoEInputError(
+            f"w_gate has H={width} and I={inner}; MXFP8 has blocks of {BLOCK} along both: use "
+            f"multiples of {BLOCK}, or pad x and the weights with zeros"
         )
 
 
@@ -92,20 +118,24 @@ def _check_weight(
             "MoEConfig(precision='mxfp8')"
         )
     if isinstance(weight, MXArray):
-        if weight.ndim == len(dimensions):
-            check_blocks(name, weight)
-        _check_array(name, weight.elements, dimensions, (jnp.float8_e4m3fn,))
+        _check_mx(name, weight, dimensions)
     elif isinstance(weight, PreparedWeight):
         for values in (weight.forward, weight.backward):
             if values is not None and values.dtype != x.dtype:
                 raise MoEInputError(
-                    f"{name} was prepared in {values.dtype}{as_x}: use "
+                    f"{name} was prepared in {values.dtype}; it must be {x.dtype}{as_x}: use "
                     f"prepare_weights(..., dtype={x.dtype.name!r})"
                 )
         _check_array(name, weight.forward, dimensions, (x.dtype,))
     else:
         allowed = (x.dtype,) if x.dtype == jnp.float32 else (x.dtype, jnp.float32)
         _check_array(name, weight, dimensions, allowed, as_x)
+
+
+def _check_mx(name: str, weight: MXArray, dimensions: Sequence[str]) -> None:
+    if getattr(weight.elements, "ndim", len(dimensions)) == len(dimensions):
+        check_blocks(name, weight)
+    _check_array(name, weight.elements, dimensions, (jnp.float8_e4m3fn,))
 
 
 def _check_array(

@@ -13,12 +13,12 @@ import numpy as np
 import oracle
 import pytest
 import routings
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs, Outputs
 
 import jax_mok
-from jax_mok.precision import Weights
+from jax_mok.precision import PreparedWeight, Weights
 from jax_mok.quantize import MXArray, quantize
 
 EXPERTS, TOKENS, CHOICES, HIDDEN, INNER = 8, 192, 3, 96, 64
@@ -165,6 +165,34 @@ def test_quantised_outside_the_layer_has_the_same_bits_and_gradients_for_the_mas
     harness.assert_same_bits(gradients(with_masters(), in_mx), of_masters())
 
 
+@pytest.mark.parametrize(
+    "dtypes", [("float16",) * 3, ("float16", "bfloat16", "bfloat16"), ("float8_e5m2",) * 3]
+)
+@pytest.mark.parametrize("prepare", [False, True])
+def test_masters_of_any_float_dtype_have_the_bits_of_float32_copies(dtypes, prepare):
+    def in_mx(weights):
+        arrays = [quantize(weight, -2, keep_master=True) for weight in weights]
+        return jax_mok.prepare_weights(*arrays, backward=True) if prepare else arrays
+
+    weights = weights_of(with_masters())
+    narrow = {n: w.astype(d) for n, w, d in zip(WEIGHTS, weights, dtypes, strict=True)}
+    copies = {name: weight.astype(np.float32) for name, weight in narrow.items()}
+    got = gradients(with_masters()._replace(**narrow), in_mx)
+    want = gradients(with_masters()._replace(**copies), in_mx)
+    cast = {f"d_{n}": getattr(want, f"d_{n}").astype(w.dtype) for n, w in narrow.items()}
+    harness.assert_same_bits(got, want._replace(**cast))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_largest_float16_is_prepared(dtype):
+    """65504 rounds to 65536, which float16 does not have."""
+    shapes = (1, 32, 32), (1, 32, 32), (1, 32, 32)
+    weights = [quantize(jnp.full(s, 65504, jnp.float16), -2, keep_master=True) for s in shapes]
+    for weight in jax_mok.prepare_weights(*weights, dtype=dtype, backward=True):
+        np.testing.assert_array_equal(weight.forward, 65536)
+        np.testing.assert_array_equal(weight.backward, 65536)
+
+
 def test_stored_weights_are_half_of_bfloat16_and_are_rounded_again_from_their_values():
     inputs = stored("bfloat16")
     assert all(w.nbytes <= 0.52 * 2 * w.elements.size for w in weights_of(inputs))
@@ -223,7 +251,6 @@ def test_weights_prepared_inside_shard_map_have_the_same_bits_and_gradients(stor
 
 
 def test_weights_prepared_for_the_forward_pass_inside_shard_map_have_the_same_bits():
-    shape = (EXPERTS, 48, 64)
     prepare = jax.shard_map(
         lambda *weights: jax_mok.prepare_weights(*weights),
         mesh=harness.mesh_of(4),
@@ -236,8 +263,41 @@ def test_weights_prepared_for_the_forward_pass_inside_shard_map_have_the_same_bi
         assert [a.tobytes() for a in map(np.asarray, got)] == [
             a.tobytes() for a in map(np.asarray, want)
         ]
-    with pytest.raises(jax_mok.MoEInputError, match=r"has 48 along axis -2; .* a multiple of 32"):
-        prepare(*[jnp.zeros(shape)] * 3)
+    with pytest.raises(jax_mok.MoEInputError, match=r"has H=48 and I=64; .* multiples of 32"):
+        prepare(*[jnp.zeros((EXPERTS, *sizes)) for sizes in ((48, 64), (48, 64), (64, 48))])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("store", [lambda w: w, lambda w: quantize(w, -2, keep_master=True)])
+def test_no_experts_are_prepared_inside_shard_map(store, backward):
+    prepare = jax.shard_map(
+        lambda *weights: jax_mok.prepare_weights(*map(store, weights), backward=backward),
+        mesh=harness.mesh_of(4),
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    shapes = (0, HIDDEN, INNER), (0, HIDDEN, INNER), (0, INNER, HIDDEN)
+    prepared = jax.jit(prepare)(*map(jnp.zeros, shapes))
+    for weight, shape in zip(prepared, shapes, strict=True):
+        assert (weight.shape, weight.forward.dtype) == (shape, jnp.bfloat16)
+        assert (weight.backward is not None) == backward
+
+
+@pytest.mark.parametrize("spec", [P("ep"), P(None, "ep"), P(None, None, "ep")])
+def test_explicitly_sharded_weights_are_prepared(spec):
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Explicit,))
+    rng = np.random.default_rng(34)
+    shapes = (4, 128, 256), (4, 128, 256), (4, 256, 128)
+    weights = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(weights, NamedSharding(mesh, spec))
+        got = jax_mok.prepare_weights(
+            *[quantize(w, -2, keep_master=True) for w in placed[:1]], *placed[1:], backward=True
+        )
+    want = jax_mok.prepare_weights(*weights, backward=True)
+    assert [a.tobytes() for a in map(np.asarray, jax.tree.leaves(got))] == [
+        a.tobytes() for a in map(np.asarray, jax.tree.leaves(want))
+    ]
 
 
 def test_weights_are_prepared_once_for_an_accumulated_gradient():
@@ -377,22 +437,76 @@ def gate(**changes) -> dict[str, MXArray]:
             r"w_gate has dtype float8_e5m2; it must be float32",
         ),
         (
-            lambda: {"w_up": quantize(np.zeros((8, 64, 64)), -2)},
+            lambda: {"w_up": quantize(np.zeros((8, 64, 64), np.float32), -2)},
             r"w_up has shape \[8, 64, 64\]; \[8, 96, 64\] fits",
         ),
         (
-            lambda: {"w_up": quantize(np.zeros((96, 64)), -2)},
+            lambda: {"w_up": quantize(np.zeros((96, 64), np.float32), -2)},
             r"w_up has shape \[96, 64\]; .*\[experts, H, I\]",
         ),
         (
             lambda: {"w_down": jax_mok.prepare_weights(*weights_of(batch())).down},
-            r"w_down was prepared in bfloat16, since x is float32: use .*dtype='float32'\)",
+            r"w_down was prepared in bfloat16; it must be float32, since x is float32: use "
+            r"prepare_weights\(..., dtype='float32'\)",
         ),
+        (
+            lambda: gate(master=np.zeros((8, 96, 64), np.int32)),
+            "w_gate.master has dtype int32; .* give a float master, or None",
+        ),
+        (lambda: gate(axis=1), r"w_gate\.axis=1 must be an int from -3 to -1"),
+        (lambda: gate(elements=[0.0]), r"w_gate\.elements must be an array, got list"),
     ],
 )
 def test_operands_that_do_not_fit_are_named(changes, message):
     with pytest.raises(jax_mok.MoEInputError, match=message):
         run(**changes())
+
+
+def raw(*shape: int, dtype: object = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w_gate": [0.0]}, "w_gate must be an array, got list"),
+        ({"w_down": None}, "w_down must be an array, got NoneType"),
+        ({"w_up": raw(2, 64, 96, dtype=np.int32)}, "w_up has dtype int32; .*float32 or bfloat16"),
+        ({"w_up": raw(2, 64, 96, dtype=np.float16)}, "w_up has dtype float16; .*convert it with"),
+        ({"w_gate": raw(64, 96)}, r"w_gate has shape \[64, 96\]; .*\[experts, H, I\]"),
+        ({"w_down": raw(1, 2, 96, 64)}, r"w_down has shape \[1, 2, .*\[experts, I, H\]"),
+        ({"w_up": raw(2, 64, 64)}, r"w_up has shape \[2, 64, 64\]; \[2, 64, 96\] fits \(the shape"),
+        ({"w_down": raw(2, 64, 96)}, r"w_down has shape .*; \[2, 96, 64\] fits \(w_gate's with"),
+        ({"w_down": raw(4, 96, 64)}, r"w_down has shape \[4, 96, 64\]; \[2, 96, 64\] fits"),
+        (
+            {"w_gate": raw(2, 40, 96), "w_up": raw(2, 40, 96), "w_down": raw(2, 96, 40)},
+            "w_gate has H=40 and I=96; .* use multiples of 32, or pad x and the weights",
+        ),
+        (
+            {"w_gate": raw(2, 64, 40), "w_up": raw(2, 64, 40), "w_down": raw(2, 40, 64)},
+            "w_gate has H=64 and I=40; .* use multiples of 32, or pad x and the weights",
+        ),
+        ({"w_up": quantize(raw(2, 64, 96), -1)}, r"w_up has blocks along axis -1; .*axis=-2\)"),
+        ({"w_up": quantize(raw(64, 96), -2)}, r"w_up has shape \[64, 96\]; .*\[experts, H, I\]"),
+        (
+            {"w_up": dataclasses.replace(quantize(raw(2, 64, 96), -2), axis=1)},
+            r"w_up\.axis=1 must be an int from -3 to -1",
+        ),
+        (
+            {"w_gate": PreparedWeight(raw(2, 64, 96), None, None)},
+            "w_gate was prepared already: give the layer what prepare_weights returned, or",
+        ),
+        ({"dtype": "float16"}, "dtype=float16 must be float32 or bfloat16, that of the layer's x"),
+        ({"dtype": np.int8}, "dtype=int8 must be float32 or bfloat16.*use dtype=x.dtype"),
+        ({"dtype": None}, "dtype=None must be float32 or bfloat16"),
+        ({"dtype": "bf16"}, "dtype='bf16' must be float32 or bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_weights_that_cannot_be_prepared_are_named(changes, message, backward):
+    weights = {"w_gate": raw(2, 64, 96), "w_up": raw(2, 64, 96), "w_down": raw(2, 96, 64)}
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        jax_mok.prepare_weights(**weights | changes, backward=backward)
 
 
 @pytest.mark.parametrize("precision", ["bf16", None, 8])

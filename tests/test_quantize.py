@@ -1,5 +1,6 @@
 """MXFP8 against its definition in float64 and ml_dtypes' own types."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,13 +9,14 @@ import mx_oracle
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mx_oracle import POSITIVE, blocks_in_mx
 
 import jax_mok
 from jax_mok import codec
 from jax_mok.quantize import BLOCK, MXArray, dequantize, quantize, rounded
+from jax_mok.sharding import varying_axes
 
 
 def assert_as_defined(x: np.ndarray) -> None:
@@ -127,6 +129,24 @@ def test_custom_calls_have_the_same_bits(draw, axis):
     np.testing.assert_array_equal(bits(got.scales), bits(want.scales))
 
 
+def converted(x: jax.Array) -> list[jax.Array]:
+    """By every call that takes x."""
+    array = codec.encode(x, -1, frozenset())
+    along = codec.rounded(x, -2, jnp.float32, frozenset())
+    both = codec.rounded_along_both(x, jnp.bfloat16, frozenset())
+    return [array.elements, array.scales, along, *both]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "float8_e4m3fn", "float64"])
+def test_custom_calls_read_any_float_dtype(dtype):
+    x = np.random.default_rng(12).standard_normal((64, 96)).astype(dtype)
+    want = converted(jnp.asarray(x.astype(np.float32)))
+    with jax.enable_x64(True):
+        got = jax.jit(converted)(jnp.asarray(x))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_custom_calls_have_the_same_bits_for_every_element_with_every_scale(dtype):
     codes = np.arange(256, dtype=np.uint8)
@@ -207,6 +227,36 @@ def test_it_goes_through_scan_and_comes_back_from_checkpoints(tmp_path):
         np.testing.assert_array_equal(bits(got), bits(want))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("spec", [P("ep"), P(None, "ep"), P(None, None, "ep")])
+def test_an_explicitly_sharded_array_keeps_its_sharding(spec, axis):
+    x = np.random.default_rng(13).standard_normal((128, 128, 128)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Explicit,))
+    want = quantize(x, axis)
+    with jax.set_mesh(mesh):
+        array = quantize(jax.device_put(x, NamedSharding(mesh, spec)), axis)
+        back = dequantize(array)
+    for part in (array.elements, array.scales, back):
+        assert jax.typeof(part).sharding.spec == P(*spec, *[None] * (3 - len(spec)))
+    np.testing.assert_array_equal(bits(array.scales), bits(want.scales))
+    np.testing.assert_array_equal(bits(back), bits(dequantize(want)))
+
+
+@pytest.mark.parametrize("axis", [np.int64(-2), np.uint8(0), -2])
+def test_the_axis_is_an_int_counted_from_the_end(axis):
+    array = quantize(np.zeros((64, 3), np.float32), axis)
+    assert (type(array.axis), array.axis) == (int, -2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2])
+def test_what_is_rounded_keeps_its_dtype(dtype):
+    x = jnp.asarray(np.random.default_rng(14).standard_normal((4, 64)), dtype)
+    want = mx_oracle.rounded(np.asarray(x, np.float64), -1)
+    y, pullback = jax.vjp(rounded, x)
+    np.testing.assert_array_equal(bits(y), bits(want.astype(np.float32).astype(dtype)))
+    np.testing.assert_array_equal(bits(pullback(x)[0]), bits(x))
+
+
 def test_gradients_go_to_the_master_unrounded():
     x = jnp.asarray(np.random.default_rng(10).standard_normal((2, 64)), jnp.float32)
     direction = jnp.asarray(np.random.default_rng(11).standard_normal((2, 64)), jnp.float32)
@@ -247,23 +297,116 @@ def test_nothing_stays_nothing(shape):
         assert (y.shape, y.dtype) == (shape, x.dtype)
 
 
-def test_what_does_not_fit_is_named():
-    x = np.zeros((4, 48), np.float32)
-    with pytest.raises(jax_mok.MoEInputError, match=r"has 48 along axis 1; .* a multiple of 32"):
-        quantize(x, 1)
-    with pytest.raises(jax_mok.MoEInputError, match="axis=2 is none of the 2"):
-        quantize(x, 2)
-    good = quantize(np.zeros((4, 64), np.float32))
-    bad_scales = MXArray(good.elements, good.scales[:, :1], -1)
+@pytest.mark.parametrize("shape", [(0, 64, 32), (4, 0, 32), (4, 64, 0)])
+def test_nothing_stays_nothing_inside_shard_map(shape):
+    def convert(x):
+        axes = varying_axes(x)
+        array = codec.encode(x, -2, axes)
+        # Scales that are the same everywhere, beside elements that are not.
+        ones = jax.lax.bitcast_convert_type(
+            jnp.full(array.scales.shape, 127, jnp.uint8), jnp.float8_e8m0fnu
+        )
+        same = codec.decode(dataclasses.replace(array, scales=ones), x.dtype, frozenset())
+        return (
+            (array.elements, codec.decode(array, jnp.bfloat16, axes), same),
+            (codec.rounded(x, -1, x.dtype, axes), *codec.rounded_along_both(x, x.dtype, axes)),
+        )
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("ep",))
+    mapped = jax.shard_map(convert, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    found = jax.tree.leaves(jax.jit(mapped)(jnp.zeros(shape)))
+    assert [y.shape for y in found] == [shape] * len(found)
+
+
+def mx(**changes) -> MXArray:
+    """Of zeros [4, 64], with other parts."""
+    return dataclasses.replace(quantize(np.zeros((4, 64), np.float32)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("x", "axis", "message"),
+    [
+        (np.zeros((4, 48), np.float32), 1, r"has 48 along axis 1; .* use a multiple of 32"),
+        (np.zeros((4, 64), np.float32), 2, "axis=2 must be an integer from -2 to 1"),
+        (np.zeros((4, 64), np.float32), -3, "axis=-3 must be an integer from -2 to 1"),
+        (np.zeros((4, 64), np.float32), 1.0, r"axis=1\.0 must be an integer from -2 to 1"),
+        (np.zeros((4, 64), np.float32), True, "axis=True must be an integer from -2 to 1"),
+        (np.zeros((4, 64), np.float32), None, "axis=None must be an integer from -2 to 1"),
+        (np.zeros((4, 64), np.float32), [1], r"axis=\[1\] must be an integer from -2 to 1"),
+        (np.float32(1), -1, "a scalar has no axis for blocks of 32: give an array"),
+        (np.zeros((4, 32), np.int32), -1, r"x has dtype int32; .*floats up.*astype\(jnp.float32\)"),
+        (np.zeros((4, 32)), -1, r"x has dtype float64; .*floats up to float32: convert"),
+        (np.zeros((4, 32), bool), -1, "x has dtype bool; MXFP8 is made of floats"),
+        ([0.0] * 32, -1, r"x must be an array, got list: use jnp\.asarray"),
+        (None, -1, "x must be an array, got NoneType"),
+        (mx(), -1, r"x is an MXArray, in MXFP8 already: .*dequantize\(x\)"),
+    ],
+)
+@pytest.mark.parametrize("convert", [quantize, rounded])
+def test_what_cannot_be_quantised_is_named(convert, x, axis, message):
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        convert(x, axis)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda: {"scales": mx().scales[:, :1]}, r"\[4, 1\]; .* float8_e8m0fnu\[4, 2\]: make both"),
+        (
+            lambda: {"scales": np.zeros((4, 2), np.uint8)},
+            r"scales are uint8\[4, 2\]; .*: for biased exponents in uint8 use "
+            r"jax\.lax\.bitcast_convert_type\(scales, jnp\.float8_e8m0fnu\)",
+        ),
+        (
+            lambda: {"master": jnp.zeros((4, 32))},
+            r"master has shape \[4, 32\]; .* \[4, 64\]: give the array that was quantised, or None",
+        ),
+        (
+            lambda: {"master": jnp.zeros((4, 64), jnp.int32)},
+            "MXArray.master has dtype int32; .* give a float master, or None",
+        ),
+        (lambda: {"master": [0.0]}, "MXArray.master must be an array, got list: make an MXArray"),
+        (lambda: {"scales": None}, "MXArray.scales must be an array, got NoneType"),
+        (lambda: {"elements": 1.0}, "MXArray.elements must be an array, got float"),
+        (
+            lambda: {"elements": mx().elements.astype(jnp.float8_e5m2)},
+            "dtype float8_e5m2; .* float8_e4m3fn",
+        ),
+        (lambda: {"elements": mx().elements[:, :48]}, "has 48 along axis -1; .* multiple of 32"),
+        (lambda: {"elements": mx().elements[0, 0]}, "MXArray is a scalar, which has no axis"),
+        (lambda: {"axis": 1}, r"MXArray\.axis=1 must be an int from -2 to -1: it is counted from"),
+        (lambda: {"axis": -3}, r"MXArray\.axis=-3 must be an int from -2 to -1"),
+        (lambda: {"axis": -1.0}, r"MXArray\.axis=-1\.0 must be an int from -2 to -1"),
+        (lambda: {"axis": np.int64(-1)}, r"MXArray\.axis=.*-1.* must be an int from -2 to -1"),
+        (lambda: {"axis": None}, r"MXArray\.axis=None must be an int from -2 to -1"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_named(changes, message):
+    array = mx(**changes())
+    with pytest.raises(jax_mok.MoEInputError, match=message):
+        dequantize(array)
+    with pytest.raises(jax_mok.MoEInputError, match=message.replace("MXArray", "w", 1)):
+        array.check("w")
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 64), np.float32), None, "array"])
+def test_only_an_mxarray_is_dequantised(array):
+    with pytest.raises(jax_mok.MoEInputError, match=r"array must be an MXArray, got \w+: make one"):
+        dequantize(array)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (jnp.float8_e4m3fn, "float8_e4m3fn"),
+        (np.float64, "float64"),
+        ("int32", "int32"),
+        (None, "None"),
+        ("float31", "'float31'"),
+    ],
+)
+def test_dtypes_there_are(dtype, name):
     with pytest.raises(
-        jax_mok.MoEInputError, match=r"scales are \w+\[4, 1\]; .* float8_e8m0fnu\[4, 2\]"
+        jax_mok.MoEInputError, match=f"dtype={name} must be float32, bfloat16 or float16"
     ):
-        dequantize(bad_scales)
-    with pytest.raises(jax_mok.MoEInputError, match="x has dtype int32; MXFP8 is made of floats"):
-        quantize(np.zeros((4, 32), np.int32))
-    other_master = MXArray(good.elements, good.scales, -1, jnp.zeros((4, 32)))
-    with pytest.raises(jax_mok.MoEInputError, match=r"master has shape \[4, 32\]; .* \[4, 64\]"):
-        dequantize(other_master)
-    e5m2 = MXArray(good.elements.astype(jnp.float8_e5m2), good.scales, -1)
-    with pytest.raises(jax_mok.MoEInputError, match=r"dtype float8_e5m2; .* float8_e4m3fn"):
-        dequantize(e5m2)
+        dequantize(mx(), dtype)

@@ -29,7 +29,7 @@ _SIZES = {
     "cpu": {"toy": (2, 64, 96)},
 }
 _MANY, _FEW = 24, 8  # calls in a row
-_HERE: frozenset[str] = frozenset()
+_NO_AXES: frozenset[str] = frozenset()
 
 
 class Conversion(NamedTuple):
@@ -86,10 +86,10 @@ def conversions_of(wide: jax.Array, half: jax.Array) -> dict[str, Conversion]:
     """By name; of a float32 array and the same one in bfloat16."""
     found = {"bfloat16 + 1": Conversion(jax.jit(lambda x: x + 1), half)}
     for axis in (-2, -1):
-        array = jax.jit(functools.partial(codec.encode, axis=axis, axes=_HERE))(half)
+        array = jax.jit(functools.partial(codec.encode, axis=axis, axes=_NO_AXES))(half)
         for x in (wide, half):
             found[f"quantise {x.dtype}, axis {axis}"] = Conversion(
-                jax.jit(functools.partial(codec.encode, axis=axis, axes=_HERE)), x
+                jax.jit(functools.partial(codec.encode, axis=axis, axes=_NO_AXES)), x
             )
             found[f"round {x.dtype} to bfloat16, axis {axis}"] = Conversion(
                 jax.jit(_round_to_bfloat16(axis)), x
@@ -127,12 +127,12 @@ def _repeat(conversion: Conversion, calls: int, _: int) -> Any:
 
 
 def _round_to_bfloat16(axis: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: codec.rounded(x, axis, jnp.bfloat16, _HERE)
+    return lambda x: codec.rounded(x, axis, jnp.bfloat16, _NO_AXES)
 
 
 def _both_to_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return codec.rounded_along_both(x, jnp.bfloat16, _HERE)
+    return codec.rounded_along_both(x, jnp.bfloat16, _NO_AXES)
 
 
 def _to_bfloat16(array: MXArray) -> jax.Array:
-    return codec.decode(array, jnp.bfloat16, _HERE)
+    return codec.decode(array, jnp.bfloat16, _NO_AXES)

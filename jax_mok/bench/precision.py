@@ -27,7 +27,8 @@ from jax_mok.bench.tables import open_report, passes_of, plus_minus, print_not_m
 from jax_mok.config import MoEConfig
 from jax_mok.faults import check
 from jax_mok.moe import moe_ffn
-from jax_mok.precision import FORWARD_AXIS, prepare_weights
+from jax_mok.precision import FORWARD_AXIS
+from jax_mok.prepare import prepare_weights
 from jax_mok.quantize import quantize
 
 flags.adopt_module_key_flags(jax_mok.bench.session)
