@@ -291,7 +291,10 @@ def test_plain_jax_on_gpus_has_the_same_bits():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_prepared_with_the_bits_of_the_definition(dtype):
     rng = np.random.default_rng(3)
-    weights = [rng.standard_normal(shape).astype(np.float32) for shape in [(8, 64, 96)] * 3]
+    weights = [
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in [(8, 64, 96), (8, 64, 96), (8, 96, 64)]
+    ]
     prepare = functools.partial(jax_mok.prepare_weights, dtype=dtype, backward=True)
     want = jax.jit(prepare)(*jax.device_put(weights, jax.devices("cpu")[0]))
     for ranks in rank_counts():

@@ -9,7 +9,7 @@ from absl import app, flags
 
 _MEASUREMENTS = {
     "cpu": "the layer on eight CPU devices beside plain products",
-    "conversions": "conversions to MXFP8 and back on a GPU, in bytes per second",
+    "conversions": "the conversions to MXFP8 and back on a GPU, in bytes per second",
     "layer": "the layer on GPUs, as shares of cuBLAS and of what no layer can beat",
     "link": "the link between two GPUs, and the layer with each move turned round",
     "peers": "the layer beside what one could write in JAX instead",
