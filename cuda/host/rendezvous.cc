@@ -86,7 +86,8 @@ std::string describe_missing(const Meeting& meeting, const std::vector<int32_t>&
   text << " of " << meeting.first.ranks << "; " << meeting.arrived
        << " came. Every rank must make the call: is it in one branch of a lax.cond, or in loops of "
           "unequal length? On CPU devices JAX stands still, too, with more than some thirty "
-          "computations under way: wait for a result now and then. If the machine is only slow, raise MoEConfig.timeout_s. All ranks must "
+          "computations under way: wait for a result now and then. If the machine is only slow, "
+          "raise MoEConfig.timeout_s. All ranks must "
           "be devices of one process, too (MoEConfig.composition='auto' sees to that).";
   return text.str();
 }
