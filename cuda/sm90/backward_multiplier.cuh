@@ -167,7 +167,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
         }
         __syncwarp();
         if (panel > 0) {
-          arrive_in_cluster(shared_.empty[previous]);
+          release_stage(shared_.empty[previous], watch_);
         }
         previous = cursor_.index;
         cursor_.advance();
@@ -177,7 +177,7 @@ class BackwardMultiplier : public MultiplierBase<BackwardMultiplier<Params>, Par
       cute::tma_store_wait<0>();
     }
     __syncwarp();
-    arrive_in_cluster(shared_.empty[previous]);
+    release_stage(shared_.empty[previous], watch_);
     if (work.column_block < params_.shape.hidden_columns) {
       announce_later(params_.hidden_ready + tile, two_tiles ? 2 : 1);
     }

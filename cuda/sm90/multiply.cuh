@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, StageCursor& cur
     }
     warpgroup_commit_batch();
   };
-  const auto release = [&](int stage) { arrive_in_cluster(shared.empty[stage]); };
+  const auto release = [&](int stage) { release_stage(shared.empty[stage], watch); };
 
   mma.accumulate_ = kAdds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
   if constexpr (kAdds) {

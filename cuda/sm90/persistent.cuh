@@ -24,6 +24,15 @@ constexpr int kScheduler = 0;
 constexpr int kPuller = 1;
 constexpr int kFirstLoader = 2;
 
+// A millisecond of this kernel's own time, counted in pieces: the clock goes on while another
+// process has the GPU, and copies do not.
+__device__ inline void await_copies() {
+  for (int piece = 0; piece < 1000; ++piece) {
+    for (const uint64_t begin = global_nanoseconds(); global_nanoseconds() < begin + 1000;) {
+    }
+  }
+}
+
 template <typename Roles>
 __global__ void __launch_bounds__(kThreads, 1)
     persistent_kernel(const __grid_constant__ typename Roles::Params params) {
@@ -54,8 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // No block may end while another can still write to its shared memory. After a fault copies may
   // be under way that nobody has waited for.
   if (*static_cast<volatile int32_t*>(params.fault) != 0) {
-    for (const uint64_t begin = global_nanoseconds(); global_nanoseconds() < begin + 1000000;) {
-    }
+    await_copies();
   }
   cute::cluster_sync();
 }

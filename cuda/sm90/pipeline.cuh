@@ -72,6 +72,15 @@ __device__ inline void arrive_in_cluster(const Barrier& barrier) {
   }
 }
 
+// This warp reads the stage no more. Whoever has not waited for it to be full does not say so: it
+// would be filled again while copies to it are under way, and its barrier told of more arrivals
+// than it expects. All lanes call it.
+__device__ inline void release_stage(const Barrier& empty, const Watch& watch) {
+  if (!watch.late) {
+    arrive_in_cluster(empty);
+  }
+}
+
 // Position in a ring of buffers; the parity tells the rounds apart.
 template <int kSize>
 struct RingCursor {

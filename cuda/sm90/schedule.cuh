@@ -42,10 +42,7 @@ class SchedulerBase {
       Assignment& assignment = shared_.assignments[cursor_.index];
       wait(shared_.taken[cursor_.index], cursor_.parity ^ 1, watch_);
       const int index = range.begin + claim();
-      // Whoever has not waited to the end may not write where others may still read; they will
-      // not wait for this warp for ever either.
-      if (__any_sync(kAllLanes, watch_.late)) {
-        *params_.fault = 1;
+      if (gives_up()) {
         return;
       }
       WorkItem item{.flags = WorkItem::kStopFlag};
@@ -58,6 +55,9 @@ class SchedulerBase {
         prepare(item, assignment);
         if (lane_ == 0) {
           record_end(params_, TimelineRole::kSchedule);
+        }
+        if (gives_up()) {
+          return;
         }
       }
       if (lane_ == 0) {
@@ -115,6 +115,16 @@ class SchedulerBase {
 
  private:
   static constexpr int kHandingLanes = kHandingLanesOf<Params>;
+
+  // Whoever has not waited to the end may neither write where others may still read nor hand over
+  // an item whose inputs are missing; the others will not wait for this warp for ever either.
+  __device__ bool gives_up() {
+    const bool is_late = __any_sync(kAllLanes, watch_.late);
+    if (is_late) {
+      *params_.fault = 1;
+    }
+    return is_late;
+  }
 
   // The same index in all blocks of the cluster.
   __device__ int claim() {
