@@ -28,7 +28,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
         break;
       case BackwardProduct::kHidden:
         for (int step = 0; step < params_.hidden / kBlockDepth; ++step) {
-          if (!begin_stage(kPanels * kPanelBytes, 0)) {
+          if (!begin_stage(kPanels * kPanelBytes, true)) {
             return;
           }
           copy_panels(work, [&](int panel) {
@@ -45,7 +45,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
         for (int step = 0; step < 2 * blocks_; ++step) {
           const int is_up = step < blocks_ ? 0 : 1;
           const int block = step - is_up * blocks_;
-          if (!begin_stage(kPanels * kPanelBytes + work.tiles * kTileBytes, kFillArrivals - 1)) {
+          if (!begin_stage(kPanels * kPanelBytes + work.tiles * kTileBytes, false)) {
             return;
           }
           copy_panels(work, [&](int panel) {
@@ -76,7 +76,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
     };
     for (int stage = 0; stage < (two_tiles ? kPanels : kPanels / 2); ++stage) {
       const int copies = (block_of(0, stage) < blocks_) + (block_of(1, stage) < blocks_);
-      if (!begin_stage(copies * 2 * kTileBytes, kFillArrivals - 1)) {
+      if (!begin_stage(copies * 2 * kTileBytes, false)) {
         return;
       }
       // One loading warp for each multiplying warpgroup.
@@ -105,7 +105,7 @@ class BackwardLoader : LoaderBase<BackwardParams> {
     for (int tile = begin_tile; tile < end_tile; ++tile) {
       find_columns(first_column);
       look_up_tokens(tokens, tile + 1, end_tile);
-      if (!begin_stage(kPanels * kPanelBytes, 0)) {
+      if (!begin_stage(kPanels * kPanelBytes, true)) {
         return;
       }
       copy_panels(work, [&](int panel) {

@@ -26,7 +26,7 @@ class ForwardLoader : LoaderBase<ForwardParams> {
     const int tile = (work.tile + warp_) % params_.ring_tiles;
     const int steps = params_.inner / kBlockDepth;
     for (int step = 0; step < steps; ++step) {
-      if (!begin_stage(kPanels * kPanelBytes + work.tiles * kTileBytes, kFillArrivals - 1)) {
+      if (!begin_stage(kPanels * kPanelBytes + work.tiles * kTileBytes, false)) {
         return;
       }
       copy_panels(work, [&](int panel) {

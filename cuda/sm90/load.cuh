@@ -72,18 +72,21 @@ class LoaderBase {
     }
   }
 
-  // Waits until a stage is free, and announces the bytes of its tensor copies. All threads wait,
-  // lest one meets a phase that only looks like the one it waits for. False after a fault: no
-  // copies are started then.
-  __device__ bool begin_stage(uint32_t bytes, uint32_t further_arrivals) {
+  // Waits until a stage is free, and announces the bytes of its tensor copies; if it also gets rows
+  // that are gathered, its arrivals follow with them. All threads wait, and no stage is full
+  // without each warp, lest one meets a phase that only looks like the one it waits for. False
+  // after a fault: no copies are started then.
+  __device__ bool begin_stage(uint32_t bytes, bool gathers) {
     wait(shared_.empty[cursor_.index], cursor_.parity ^ 1, watch_);
     if (__any_sync(kAllLanes, watch_.late)) {
       return false;
     }
-    if (warp_ == 0 && cute::elect_one_sync()) {
-      shared_.full[cursor_.index].arrive_and_expect_tx(bytes);
-      if (further_arrivals > 0) {
-        arrive_many(full_word(), further_arrivals);
+    if (cute::elect_one_sync()) {
+      if (warp_ == 0) {
+        shared_.full[cursor_.index].arrive_and_expect_tx(bytes);
+      }
+      if (!gathers) {
+        arrive_many(full_word(), kWarp);
       }
     }
     return true;
@@ -139,7 +142,7 @@ class LoaderBase {
   __device__ void load_gate_up(const BlockWork& work) {
     const int steps = params_.hidden / kBlockDepth;
     for (int step = 0; step < steps; ++step) {
-      if (!begin_stage(kPanels * kPanelBytes, 0)) {
+      if (!begin_stage(kPanels * kPanelBytes, true)) {
         return;
       }
       copy_panels(work, [&](int panel) {

@@ -209,10 +209,10 @@ class Stages {
     const bool gathers = fill == Fill::kGathers;
     Stage& mine = world.stages[block][stage_of(step)];
     if (warp == 0) {
-      const bool is_for_all = settings_.arrives == Arrives::kFirstForAll;
+      const bool is_for_all = settings_.bug == Bug::kFirstForAll;
       mine.full.announce(std::popcount(static_cast<unsigned>(tensors(fill, block))));
       mine.full.arrive(gathers ? 1 : is_for_all ? full_arrivals() : 2);
-    } else if (!gathers && settings_.arrives == Arrives::kEachForItself) {
+    } else if (!gathers && settings_.bug != Bug::kFirstForAll) {
       mine.full.arrive(1);
     }
     for (int to = 0; to < settings_.blocks; ++to) {

@@ -29,10 +29,8 @@ enum class Bug {
   kCountsOwnBlock,   // a stage has room when its own block has released it
   kCountsNoGathers,  // a stage is full when its tensor copies have come
   kReleasesEarly,    // stages are released when their products begin
+  kFirstForAll,      // where nothing is gathered, the first loading warp arrives for all
 };
-
-// Who arrives for loading warps that gather nothing.
-enum class Arrives { kFirstForAll, kEachForItself };
 
 struct Settings {
   int blocks;
@@ -41,7 +39,6 @@ struct Settings {
   std::vector<std::vector<Fill>> items;  // their steps
   bool expires = true;
   Bug bug = Bug::kNone;
-  Arrives arrives = Arrives::kFirstForAll;
 };
 
 // Bits of what comes to a stage: a warp's tensor copy for all blocks or one, and what it gathers.
