@@ -41,23 +41,15 @@ __global__ void __launch_bounds__(kMoveThreads)
   });
 }
 
-// Of tokens in MXFP8, the own ones too.
-__device__ void expand(const BackwardParams& params, const EncodedRows& tokens, Bits16* ring,
-                       int32_t row, int32_t slot) {
-  if (!tokens.are_pushed) {
-    inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
-  }
-  const int32_t ring_rows = params.shape.work.ring_tiles * kTileRows;
-  expand_row(encoded_row(params, tokens, slot / params.top_k),
-             place_in({ring, ring_rows}, row, params.hidden), params.hidden);
-}
-
 __global__ void __launch_bounds__(kMoveThreads)
     expand_tokens_kernel(const __grid_constant__ Call call, Bits16* x_ring, Bits16* dy_ring) {
   const BackwardParams& params = call.params;
+  const int32_t ring_rows = params.shape.work.ring_tiles * kTileRows;
   for_each_row_of(call, [&](int32_t row, int32_t slot) {
-    expand(params, {params.x_offset, params.x_is_pushed}, x_ring, row, slot);
-    expand(params, {params.dy_offset, params.dy_is_pushed}, dy_ring, row, slot);
+    expand_token(params, {params.x_offset, params.x_is_pushed}, slot,
+                 place_in({x_ring, ring_rows}, row, params.hidden));
+    expand_token(params, {params.dy_offset, params.dy_is_pushed}, slot,
+                 place_in({dy_ring, ring_rows}, row, params.hidden));
   });
 }
 

@@ -18,16 +18,11 @@ __global__ void __launch_bounds__(kMoveThreads)
   });
 }
 
-// Of tokens in MXFP8, the own ones too.
 __global__ void __launch_bounds__(kMoveThreads)
     expand_kernel(const __grid_constant__ ForwardParams params, const Wave* wave) {
   const EncodedRows tokens{params.x_offset, params.x_is_pushed};
   for_each_row(params.row_source, wave->first_tile, wave->end_tile, [&](int32_t row, int32_t slot) {
-    if (!params.x_is_pushed) {
-      inject::warp_delays(Hook::kPullWaveToken, slot / params.choices);
-    }
-    expand_row(encoded_row(params, tokens, slot / params.top_k),
-               place_in(params.dispatched, row, params.hidden), params.hidden);
+    expand_token(params, tokens, slot, place_in(params.dispatched, row, params.hidden));
   });
 }
 

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // No block may end while another can still write to its shared memory. After a fault copies may
   // be under way that nobody has waited for.
-  if (*static_cast<volatile int32_t*>(params.fault) != 0) {
+  if (__any_sync(kAllLanes, *static_cast<volatile int32_t*>(params.fault) != 0)) {
     await_copies();
   }
   cute::cluster_sync();

@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "core/mx.h"
-#include "device/mx_rows.cuh"
 #include "device/warp.cuh"
 #include "sm90/forward.h"
 
@@ -57,23 +56,6 @@ __device__ Bits16* home_of(const Params& params, int32_t slot) {
                             ? params.own_slots
                             : reinterpret_cast<Bits16*>(params.bases[rank] + params.slots_offset);
   return slots + choice * params.hidden;
-}
-
-// Expands a row of MXFP8. All lanes call it. Nobody may write `from` during the kernel.
-__device__ inline void expand_row(const char* from, Bits16* to, int32_t width) {
-  constexpr int kAtOnce = 4;
-  const int pieces = mx_pieces(width);
-  for (int begin = 0; begin < pieces; begin += kAtOnce) {
-    MxPiece loaded[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      loaded[i] = load_piece(from, width, begin + i);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      store_piece(loaded[i], to, width, begin + i);
-    }
-  }
 }
 
 }  // namespace mok::sm90
