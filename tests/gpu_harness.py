@@ -78,24 +78,35 @@ def expect_success(*processes: subprocess.Popen, within_s: float = 240) -> None:
             process.kill()
 
 
-JOIN = """
+def join(count: int) -> str:
+    """What code begins with that is one of so many processes, one GPU each: its `process`."""
+    return f"""
 import sys
 import jax
 process = int(sys.argv[2])
 jax.distributed.initialize(
-    f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=process, local_device_ids=[process]
+    "127.0.0.1:" + sys.argv[1],
+    num_processes={count},
+    process_id=process,
+    local_device_ids=[process],
 )
 """
 
 
-def run_in_two_processes(
-    code: str, *arguments: object, within_s: float = 240, **variables: str
+def run_in_processes(
+    count: int, code: str, *arguments: object, within_s: float = 240, **variables: str
 ) -> None:
-    """The code of both, one GPU each, knows its `process` and finds the arguments in argv[3:]."""
+    """The code of all, one GPU each, knows its `process` and finds the arguments in argv[3:]."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     expect_success(
-        *(start(JOIN + code, port, process, *arguments, **variables) for process in range(2)),
+        *(
+            start(join(count) + code, port, process, *arguments, **variables)
+            for process in range(count)
+        ),
         within_s=within_s,
     )
+
+
+run_in_two_processes = functools.partial(run_in_processes, 2)

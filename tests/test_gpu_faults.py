@@ -10,7 +10,7 @@ import socket
 import time
 
 import pytest
-from gpu_harness import JOIN, require_gpus, run_in_two_processes, start
+from gpu_harness import join, require_gpus, run_in_two_processes, start
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def test_the_other_process_is_told_and_goes_on(happens: str, tmp_path: pathlib.P
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     processes = [
-        start(JOIN + BOTH + own + AGAIN, port, process, happens, tmp_path)
+        start(join(2) + BOTH + own + AGAIN, port, process, happens, tmp_path)
         for process, own in enumerate((RANK_0, RANK_1))
     ]
     try:
