@@ -8,6 +8,7 @@ import sys
 from absl import app, flags
 
 _MEASUREMENTS = {
+    "bits": "the checksums of the layer's results on any number of devices",
     "cpu": "the layer on eight CPU devices beside plain products",
     "conversions": "the conversions to MXFP8 and back on a GPU, in bytes per second",
     "layer": "the layer on GPUs, as shares of cuBLAS and of what no layer can beat",
@@ -22,6 +23,7 @@ _MEASUREMENTS = {
 
 # On two cores of an AMD EPYC with other jobs beside them.
 _AT_TOY_SIZE = {
+    "bits": "some seconds at toy size (--platform=cpu) on two cores",
     "cpu": "half a minute on two cores",
     "layer": "half a minute at toy size (--platform=cpu) on two cores",
     "link": "a minute at toy size (--platform=cpu) on two cores",
