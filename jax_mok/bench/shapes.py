@@ -28,6 +28,7 @@ SHAPES = {
     "4096x1536": Shape(8192, 4096, 1536, 32, 8),
     "deepseek-v3": Shape(8192, 7168, 2048, 32, 8),
     "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
+    "deepseek-v4-flash": Shape(8192, 4096, 2048, 64, 6),
     "gpt-oss": Shape(8192, 2880, 2880, 32, 4),
     "deepseek-v3-1024": Shape(1024, 7168, 2048, 32, 8),
     "deepseek-v3-128": Shape(128, 7168, 2048, 32, 8),
