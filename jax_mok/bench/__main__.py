@@ -11,6 +11,7 @@ _MEASUREMENTS = {
     "bits": "the checksums of the layer's results on any number of devices",
     "cpu": "the layer on eight CPU devices beside plain products",
     "conversions": "the conversions to MXFP8 and back on a GPU, in bytes per second",
+    "gpus": "the tests and the measurements on all GPUs of a machine within ten minutes",
     "layer": "the layer on GPUs, as shares of cuBLAS and of what no layer can beat",
     "link": "the link between two GPUs, and the layer with each move turned round",
     "peers": "the layer beside what one could write in JAX instead",
@@ -25,6 +26,7 @@ _MEASUREMENTS = {
 _AT_TOY_SIZE = {
     "bits": "some seconds at toy size (--platform=cpu) on two cores",
     "cpu": "half a minute on two cores",
+    "gpus": "three minutes at toy size (--platform=cpu) on two cores",
     "layer": "half a minute at toy size (--platform=cpu) on two cores",
     "link": "a minute at toy size (--platform=cpu) on two cores",
     "peers": "a minute at toy size (--platform=cpu) on two cores",
