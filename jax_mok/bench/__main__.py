@@ -26,7 +26,7 @@ _MEASUREMENTS = {
 _AT_TOY_SIZE = {
     "bits": "some seconds at toy size (--platform=cpu) on two cores",
     "cpu": "half a minute on two cores",
-    "gpus": "three minutes at toy size (--platform=cpu) on two cores",
+    "gpus": "two minutes at toy size (--platform=cpu) on two cores",
     "layer": "half a minute at toy size (--platform=cpu) on two cores",
     "link": "a minute at toy size (--platform=cpu) on two cores",
     "peers": "a minute at toy size (--platform=cpu) on two cores",

@@ -50,7 +50,7 @@ _SHAPES = flags.DEFINE_list(
     f"some of {', '.join(SHAPES | TOY)}; default: those of {_TOKENS} tokens, on CPU devices toy",
 )
 _LIMIT_S = flags.DEFINE_float("limit_s", 570, "seconds, after which all has ended", lower_bound=30)
-_OUT = flags.DEFINE_string("out", "gpus", "folder for figures, logs and tables")
+_OUT = flags.DEFINE_string("out", "gpus", "folder for figures and logs")
 _TESTS = flags.DEFINE_string("tests", "tests", "the folder of the repository's tests")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "timed rounds of each measurement", lower_bound=2)
 
