@@ -1,6 +1,6 @@
 """Host programs under sanitizers: the GPU kernels' plan and schedule, and the CPU devices' code.
 
-Beside its own text a program may name, each in a comment of one line,
+Beside its own text a program may name, in comments,
 
     // links: host/plan_builder.cc host/faults.cc
     // sanitizers: address,undefined thread
@@ -22,8 +22,8 @@ MEMORY_AND_ARITHMETIC = "address,undefined"
 
 
 def words_after(label: str, source: pathlib.Path) -> list[str]:
-    line = re.search(rf"^// {label}: (.*)$", source.read_text(), re.MULTILINE)
-    return line[1].split() if line else []
+    lines = re.findall(rf"^// {label}: (.*)$", source.read_text(), re.MULTILINE)
+    return " ".join(lines).split()
 
 
 BUILDS = [

@@ -39,12 +39,18 @@ class Events {
   Step take_next() {
     const Step step = queue_.top();
     queue_.pop();
+    now_ = step.at;
     return step;
   }
+
+  // Of the step that was taken last.
+  double now() const { return now_; }
+  void turn_back() { now_ = 0; }
 
  private:
   std::priority_queue<Step> queue_;
   uint64_t count_ = 0;
+  double now_ = 0;
 };
 
 }  // namespace mok::rack

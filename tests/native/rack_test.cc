@@ -1,5 +1,6 @@
 // The simulated kernels end, whatever the routes, ring and moves, having sent every row once.
-// links: host/plan_builder.cc rack/rank_work.cc rack/simulation.cc
+// links: host/plan_builder.cc
+// links: rack/clusters.cc rack/puller.cc rack/rank_work.cc rack/simulation.cc rack/transfers.cc
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
