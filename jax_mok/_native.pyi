@@ -30,6 +30,7 @@ class Rack:
         inner: int,
         ring_rows: int,
         chunk_rows: int,
+        repeats_tokens: bool,
     ) -> None: ...
     def simulate(
         self,

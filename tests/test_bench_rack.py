@@ -61,6 +61,14 @@ def test_all_orders_pull_the_same(order):
     assert np.all(kernel["tokens_s"] <= kernel["kernel_s"])
 
 
+@pytest.mark.parametrize("config", MOVES, ids=lambda c: f"{c.dispatch}, {c.combine}")
+def test_repeated_tokens_come_for_each_choice(config):
+    kernel = simulate(Case(SMALL, 5, config=config, repeats_tokens=True)).kernel
+    tokens, rows = pairs_of(SMALL, 5)
+    assert tokens.sum() < rows.sum()
+    np.testing.assert_array_equal(kernel["dispatch"]["bytes"], rows.T * SMALL.hidden * 2)
+
+
 def test_one_gpu_has_no_link():
     outcome = simulate(Case(SMALL, 1))
     for move in ("dispatch", "combine"):
@@ -155,7 +163,8 @@ def test_a_rack_is_simulated_and_drawn(tmp_path):
     points = json.loads((tmp_path / "f.json").read_text())["shapes"]["toy"]
     assert [point["value"] for point in points if point["varied"] == "gpus"] == [1, 2, 5]
     varied = {point["varied"] for point in points}
-    assert {"pull order", "pull speed", "direction", "ring rows", "zipf exponent"} < varied
+    assert {"pull order", "pull speed", "repeats", "direction", "MXFP8", "zipf exponent"} < varied
+    assert {"gpus", "ring rows"} < varied
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

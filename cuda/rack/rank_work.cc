@@ -54,7 +54,7 @@ std::vector<WorkItem> list_items(const sm90::WorkShape& shape,
 }
 
 void list_rows(const PlanShape& shape, const Plan& plan, std::span<const int32_t> routes,
-               int32_t rank, RankWork* work) {
+               int32_t rank, bool repeats_tokens, RankWork* work) {
   const int32_t tiles = plan.counts[kTiles];
   work->tokens_of_tile.resize(tiles);
   for (int32_t row = 0; row < tiles * kTileRows; ++row) {
@@ -64,7 +64,8 @@ void list_rows(const PlanShape& shape, const Plan& plan, std::span<const int32_t
     }
     const int32_t slot = plan.row_source[row];
     const auto home = static_cast<int32_t>(slot == kPadding ? -1 : slot / shape.choices());
-    const bool is_pulled = home >= 0 && home != rank && needs_first(shape, routes.data(), slot);
+    const bool is_pulled =
+        home >= 0 && home != rank && (repeats_tokens || needs_first(shape, routes.data(), slot));
     work->token_home.push_back(is_pulled ? home : -1);
     work->tokens_of_tile[tile] += is_pulled;
     if (home < 0) {
@@ -87,7 +88,8 @@ void list_rows(const PlanShape& shape, const Plan& plan, std::span<const int32_t
 
 }  // namespace
 
-RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t rank) {
+RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t rank,
+                 bool repeats_tokens) {
   const PlanShape& shape = sizes.plan;
   std::vector<const int32_t*> of_ranks;
   for (int32_t r = 0; r < shape.ranks; ++r) {
@@ -102,12 +104,12 @@ RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t ra
       sm90::forward_work_shape(static_cast<int32_t>(sizes.ring_rows / kTileRows),
                                static_cast<int32_t>(shape.max_tiles()), sizes.hidden, sizes.inner);
   work.items = list_items(work.shape, plan.expert_tile);
-  list_rows(shape, plan, routes, rank, &work);
+  list_rows(shape, plan, routes, rank, repeats_tokens, &work);
   const int64_t first = rank * shape.choices();
   for (int64_t choice = first; choice < first + shape.choices(); ++choice) {
     const int32_t id = routes[choice];
     if (shape.is_expert(id) && shape.owner(id) != rank &&
-        needs_first(shape, routes.data(), choice)) {
+        (repeats_tokens || needs_first(shape, routes.data(), choice))) {
       work.token_targets.push_back(shape.owner(id));
     }
   }

@@ -29,8 +29,8 @@ struct Homes {
 struct RankWork {
   sm90::WorkShape shape;
   std::vector<sm90::WorkItem> items;
-  std::vector<int32_t> token_home;  // [rows] of the peer's token that the row needs first; else -1
-  std::vector<int32_t> pull_order;  // [rows] the plan's, over real rows
+  std::vector<int32_t> token_home;      // [rows] of the peer's token that is pulled for it; else -1
+  std::vector<int32_t> pull_order;      // [rows] the plan's, over real rows
   std::vector<int32_t> tokens_of_tile;  // [tiles] that are pulled for it
   std::vector<int32_t> first_homes;     // [tiles + 1] where those of a tile begin
   std::vector<Homes> homes;
@@ -40,8 +40,10 @@ struct RankWork {
   int32_t tiles() const { return static_cast<int32_t>(tokens_of_tile.size()); }
 };
 
-// `routes` are [ranks, tokens, top_k].
-RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t rank);
+// `routes` are [ranks, tokens, top_k]. A token comes to a rank once, as in the kernels, or for each
+// of its choices there.
+RankWork work_of(const Sizes& sizes, std::span<const int32_t> routes, int32_t rank,
+                 bool repeats_tokens);
 
 struct PulledToken {
   int32_t tile;

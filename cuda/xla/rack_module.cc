@@ -46,7 +46,7 @@ rack::PullOrder order_of(const std::string& name) {
 class Rack {
  public:
   Rack(Routes routes, int32_t experts, int32_t hidden, int32_t inner, int64_t ring_rows,
-       int64_t chunk_rows)
+       int64_t chunk_rows, bool repeats_tokens)
       : sizes_{{static_cast<int32_t>(routes.shape(0)), static_cast<int64_t>(routes.shape(1)),
                 static_cast<int32_t>(routes.shape(2)), experts, sm90::kTileRows, chunk_rows},
                hidden,
@@ -60,7 +60,7 @@ class Rack {
     const std::span all(routes.data(), routes.size());
     nb::gil_scoped_release released;
     for (int32_t rank = 0; rank < sizes_.plan.ranks; ++rank) {
-      works_.push_back(rack::work_of(sizes_, all, rank));
+      works_.push_back(rack::work_of(sizes_, all, rank, repeats_tokens));
     }
   }
 
@@ -112,9 +112,9 @@ class Rack {
 
 void bind_rack(nb::module_& module) {
   nb::class_<Rack>(module, "Rack")
-      .def(nb::init<Routes, int32_t, int32_t, int32_t, int64_t, int64_t>(), nb::kw_only(),
+      .def(nb::init<Routes, int32_t, int32_t, int32_t, int64_t, int64_t, bool>(), nb::kw_only(),
            nb::arg("routes"), nb::arg("experts"), nb::arg("hidden"), nb::arg("inner"),
-           nb::arg("ring_rows"), nb::arg("chunk_rows"))
+           nb::arg("ring_rows"), nb::arg("chunk_rows"), nb::arg("repeats_tokens"))
       .def("simulate", &Rack::simulate, nb::kw_only(), nb::arg("pull_order"),
            nb::arg("dispatch_push"), nb::arg("combine_push"), nb::arg("token_bytes"),
            nb::arg("output_bytes"), nb::arg("bin_s"), nb::arg("sms"), nb::arg("link_bytes_per_s"),

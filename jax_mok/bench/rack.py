@@ -3,7 +3,8 @@
 Plan, work lists and the order of pulls are those of the kernels, by the same code; rates are those
 measured on two H200s, see `jax_mok.bench.rack_model`. Varied are the number of GPUs at constant
 work per GPU, and on the most of them one thing at a time: who moves rows, the order of pulls and
-their speed, the ring, the chunk, the experts' load, the bytes of an element.
+their speed, tokens pulled again for each choice, the ring, the chunk, the experts' load, the bytes
+of an element.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _RINGS = (1 / 8, 1 / 4, 1 / 2)  # times the default's rows
 _CHUNK_ROWS = (256, 4096)
 _EXPONENTS = (0.3, 0.6, 0.9)
 _PULL_SPEEDS = (2, 4)  # times the measured one
+_ONE_HOST = 8  # GPUs: with so few, many tokens have several experts on one
 _PERCENTILES = {"least": 0, "5th": 5, "median": 50, "most": 100}
 
 
@@ -101,6 +103,9 @@ def cases_of(shape: Shape, gpus: Sequence[int]) -> Iterator[tuple[str, float | s
     for times in _PULL_SPEEDS:
         faster = machine.with_pulls_as_fast(times)
         yield "pull speed", f"{times} times", dataclasses.replace(usual, machine=faster)
+    for count in sorted({_ONE_HOST, n}.intersection(gpus)):
+        case = Case(shape, count, machine=machine, repeats_tokens=True)
+        yield "repeats", f"pulled, {count} GPUs", case
     pushed, pulled = MoEConfig(dispatch="push"), MoEConfig(combine="pull")
     yield "direction", "dispatch push", dataclasses.replace(usual, config=pushed)
     yield "direction", "combine pull", dataclasses.replace(usual, config=pulled)

@@ -128,6 +128,7 @@ class Case:
       exponent: of the experts' load, a Zipf distribution; 0 for a uniform one.
       pull_order: "peers" as the kernel does; "rows" of the plan, whoever has their tokens; or
         "plan": its `pull_order`, chunk by chunk from all ranks in turn.
+      repeats_tokens: whether a token comes to a GPU for each of its choices there, not once.
       token_bytes: of an element that is dispatched.
       output_bytes: of an element that is combined.
     """
@@ -138,6 +139,7 @@ class Case:
     machine: Machine = H200
     exponent: float = 0.0
     pull_order: PullOrder = "peers"
+    repeats_tokens: bool = False
     token_bytes: float = _BF16_BYTES
     output_bytes: float = _BF16_BYTES
 
@@ -182,7 +184,9 @@ def routes_of(shape: Shape, gpus: int, exponent: float) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)
-def _rack(shape: Shape, gpus: int, config: MoEConfig, exponent: float) -> _native.Rack:
+def _rack(
+    shape: Shape, gpus: int, config: MoEConfig, exponent: float, repeats_tokens: bool
+) -> _native.Rack:
     experts = shape.experts_of(gpus)
     layout = make_layout(
         config, ranks=gpus, tokens=shape.tokens, top_k=shape.top_k, experts=experts
@@ -194,6 +198,7 @@ def _rack(shape: Shape, gpus: int, config: MoEConfig, exponent: float) -> _nativ
         inner=shape.inner,
         ring_rows=gpu.ring_rows(layout),
         chunk_rows=layout.chunk_rows,
+        repeats_tokens=repeats_tokens,
     )
 
 
@@ -205,6 +210,7 @@ def simulate(case: Case) -> Outcome:
         n,
         MoEConfig(ring_rows=case.config.ring_rows, chunk_rows=case.config.chunk_rows),
         case.exponent,
+        case.repeats_tokens,
     )
     kernel = rack.simulate(
         pull_order=case.pull_order,

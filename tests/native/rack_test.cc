@@ -56,8 +56,9 @@ void check(std::mt19937& rng) {
   std::vector<RankWork> works;
   double tokens = 0;
   double rows = 0;
+  const bool repeats_tokens = rng() % 4 == 0;
   for (int32_t rank = 0; rank < ranks; ++rank) {
-    works.push_back(work_of(sizes, routes, rank));
+    works.push_back(work_of(sizes, routes, rank, repeats_tokens));
     tokens += static_cast<double>(works.back().token_targets.size());
     for (const int32_t other : works.back().choice_rank) {
       rows += other >= 0 && other != rank;
