@@ -57,3 +57,9 @@ class Call:
 def say_once(message: str) -> None:
     """Logs the message, if this process has not done so before."""
     logging.info("jax_mok: %s", message)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """As `say_once`, of what a user should know without asking for it."""
+    logging.warning("jax_mok: %s", message)

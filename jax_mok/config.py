@@ -63,10 +63,11 @@ class MoEConfig:
       composition: "fused" is the GPU kernel; CPU devices have none. "composed" moves rows through
         memory that the ranks share, "collective" through XLA's own collectives, around products
         that are XLA's. "auto" on CPU devices: collective if several processes take part, else
-        composed. "auto" on GPUs: fused, or collective where `jax_mok.moe` sees that the GPUs along
-        the mesh axis cannot reach each other's memory, as those of several hosts without a common
-        NVLink domain. `jax_mok.moe_ffn` and an `AbstractMesh` do not tell the GPUs: there "auto" is
-        fused, and set-up fails with an error if they cannot.
+        composed. "auto" on GPUs: fused, or collective where `jax_mok.moe` sees that GPUs along the
+        mesh axis cannot reach each other's memory, as those of several hosts without a common
+        NVLink domain; a warning in the log names the ranks. "fused" and "composed" then raise.
+        `jax_mok.moe_ffn` and an `AbstractMesh` do not tell the GPUs: there "auto" is fused, and
+        set-up fails with an error if they cannot.
         On GPUs composed is for comparison: the fused kernel's work in launches of its own for each
         move and each product, in as many waves as the worst load takes through the ring, with
         copies of a wave's rows.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import jax
@@ -67,28 +66,6 @@ def has_kernels() -> bool:
     except RuntimeError:  # there is none: the program is lowered for others
         return True
     return all(device.compute_capability == _COMPUTE_CAPABILITY for device in devices)
-
-
-def can_reach_each_other(groups: np.ndarray) -> bool:
-    """Whether the devices of each group, a row [ranks], can reach each other's memory.
-
-    True if that is not known: for devices that are no GPUs, and for GPUs of one host or NVLink
-    domain that several processes drive. All processes get the same answer, as they have to: they
-    compile the same program.
-    """
-    devices = groups.ravel().tolist()
-    if ffi.cuda is None or any(device.platform != "gpu" for device in devices):
-        return True
-    for group in groups.tolist():  # XLA numbers the hosts and NVLink domains so
-        if len({getattr(device, "slice_index", None) for device in group}) > 1:
-            return False
-    if any(device.process_index != jax.process_index() for device in devices):
-        return True
-    return all(
-        ffi.cuda.can_reach(device.local_hardware_id, peer.local_hardware_id)
-        for group in groups.tolist()
-        for device, peer in itertools.permutations(group, 2)
-    )
 
 
 def plan_sizes(layout: Layout) -> dict[str, np.generic]:

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mok import fused, gpu, layer, precision
-from jax_mok.call import Call, say_once
+from jax_mok import fused, layer, precision, reach
+from jax_mok.call import Call, warn_once
 from jax_mok.choices import ChoiceCounts, count_choices
 from jax_mok.config import MoEConfig, config_or_default
 from jax_mok.errors import MoEInputError
@@ -214,7 +214,8 @@ def moe(
 
     Raises:
       MoEInputError: as `moe_ffn`, without a mesh, for an axis that it lacks, tokens it cannot share
-        out, or, outside `jax.jit`, operands that are committed to other devices.
+        out, GPUs that cannot do what `MoEConfig.composition` insists on, or, outside `jax.jit`,
+        operands that are committed to other devices.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise MoEInputError(
@@ -236,12 +237,7 @@ def moe(
             "composition='composed' needs ranks that share memory, and along mesh axis "
             f"{axis_name!r} there are devices of several processes: use composition='auto'"
         )
-    if config.composition == "auto" and not _can_reach_each_other(mesh, axis_name):
-        say_once(
-            f"the GPUs along mesh axis {axis_name!r} cannot reach each other's memory: rows move "
-            "through XLA's collectives; MoEConfig(composition='fused') insists on the kernel"
-        )
-        config = dataclasses.replace(config, composition="collective")
+    config = _replace_if_apart(config, mesh, axis_name)
     tokens, experts = P(mesh.axis_names), P(axis_name)
     specs = (tokens, tokens, tokens, experts, experts, experts)
     operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down)
@@ -270,12 +266,26 @@ def _ranks_share_a_process(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
     return bool(np.all(processes == processes.take([0], axis)))
 
 
-def _can_reach_each_other(mesh: Mesh | AbstractMesh, axis_name: str) -> bool:
-    if isinstance(mesh, AbstractMesh):
-        return True
+def _replace_if_apart(config: MoEConfig, mesh: Mesh | AbstractMesh, axis_name: str) -> MoEConfig:
+    """The config, or one of the collective composition for GPUs that cannot do without."""
+    if isinstance(mesh, AbstractMesh) or config.composition == "collective":
+        return config
     axis = mesh.axis_names.index(axis_name)
     ranks = mesh.devices.shape[axis]
-    return gpu.can_reach_each_other(np.moveaxis(mesh.devices, axis, -1).reshape(-1, ranks))
+    apart = reach.out_of_reach(np.moveaxis(mesh.devices, axis, -1).reshape(-1, ranks))
+    if apart is None:
+        return config
+    which = f"ranks of mesh axis {axis_name!r} cannot reach each other's memory: {apart}"
+    if config.composition != "auto":
+        raise MoEInputError(
+            f"composition={config.composition!r} is not possible, since {which}; keep the axis "
+            "inside an NVLink domain, or use composition='auto'"
+        )
+    warn_once(
+        f"{which}. Rows move through XLA's collectives, which is slower; "
+        "MoEConfig(composition='fused') makes this an error"
+    )
+    return dataclasses.replace(config, composition="collective")
 
 
 def _only(spec: P, names: list[str]) -> P:

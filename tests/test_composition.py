@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_mok
-from jax_mok import call, codec, ffi, gpu
+from jax_mok import call, codec, ffi, reach
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 64, 128, 64, 8, 2
 CPU_TARGETS = ["jax_mok_plan", "jax_mok_dispatch", "jax_mok_combine", "jax_mok_weighted_sum"]
@@ -211,9 +211,15 @@ def test_plans_on_gpus_meet_as_the_layer_does(composition, target):
     assert targets(lower_plan(composition, mesh_of(RANKS))) == [target]
 
 
-def gpu_of(ordinal: int, process: int = 0, domain: int = 0) -> types.SimpleNamespace:
+def gpu_of(
+    ordinal: int, process: int = 0, domain: int = 0, name: str = "partition_index"
+) -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        platform="gpu", local_hardware_id=ordinal, process_index=process, slice_index=domain
+        id=8 * process + ordinal,
+        platform="gpu",
+        local_hardware_id=ordinal,
+        process_index=process,
+        **{name: domain},
     )
 
 
@@ -228,49 +234,75 @@ def pairs(monkeypatch) -> set[tuple[int, int]]:
 
 def test_gpus_reach_each_other_if_every_pair_of_a_group_does(pairs):
     quad = np.array([[gpu_of(0), gpu_of(1)], [gpu_of(2), gpu_of(3)]])
-    assert gpu.can_reach_each_other(quad)
+    assert reach.out_of_reach(quad) is None
     pairs.add((1, 2))  # of different groups
-    assert gpu.can_reach_each_other(quad)
+    assert reach.out_of_reach(quad) is None
     pairs.add((3, 2))
-    assert not gpu.can_reach_each_other(quad)
+    assert reach.out_of_reach(quad) == "0 not that of 1 (of devices 2-3)"
+    pairs.add((0, 1))
+    assert (
+        reach.out_of_reach(quad) == "0 not that of 1 (of devices 0-1); and ranks in 1 more groups"
+    )
 
 
-def test_gpus_of_different_nvlink_domains_do_not_reach_each_other(pairs):
-    split = np.array([[gpu_of(0), gpu_of(0, process=1, domain=1)]])
-    assert not gpu.can_reach_each_other(split)
-    assert gpu.can_reach_each_other(split.T)
+@pytest.mark.parametrize("name", ["partition_index", "slice_index"])
+def test_gpus_of_different_nvlink_domains_do_not_reach_each_other(pairs, name):
+    split = np.array([[gpu_of(0, name=name), gpu_of(0, process=1, domain=1, name=name)]])
+    assert reach.out_of_reach(split) == "0 not that of 1 (of devices 0, 8)"
+    assert reach.out_of_reach(split.T) is None
 
 
 def test_gpus_of_several_processes_of_a_domain_are_not_asked(pairs):
     """Their answers might differ between processes, and then so would the programs."""
     pairs.update({(0, 1), (1, 0)})
     mixed = np.array([[gpu_of(0), gpu_of(1)], [gpu_of(0, process=1), gpu_of(1, process=1)]])
-    assert gpu.can_reach_each_other(mixed)
-    assert not gpu.can_reach_each_other(mixed[:1])
+    assert reach.out_of_reach(mixed) is None
+    assert reach.out_of_reach(mixed[:1]) == "0 not that of 1 (of devices 0-1)"
+
+
+def test_many_ranks_apart_are_named_in_short(pairs):
+    racks = np.array([[gpu_of(rank % 8, rank // 8, domain=rank // 24) for rank in range(72)]])
+    assert reach.out_of_reach(racks) == (
+        "0-23 not that of 24-71; 24-47 not that of 48-71 (of devices 0-71)"
+    )
+    in_turns = np.array([[gpu_of(rank % 8, rank // 8, domain=rank % 2) for rank in range(72)]])
+    assert reach.out_of_reach(in_turns) == (
+        "0, 2, 4, 6 and 32 more not that of 1, 3, 5, 7 and 32 more (of devices 0-71)"
+    )
+    alone = np.array([[gpu_of(0, rank, domain=rank) for rank in range(8)]])
+    assert reach.out_of_reach(alone) == (
+        "0 not that of 1-7; 1 not that of 2-7; 2 not that of 3-7; 3 not that of 4-7; and 3 more "
+        "such (of devices 0, 8, 16, 24 and 4 more)"
+    )
 
 
 def test_devices_that_are_no_gpus_are_not_asked(pairs):
-    assert gpu.can_reach_each_other(np.array([jax.devices()[:4]]))
+    assert reach.out_of_reach(np.array([jax.devices()[:4]])) is None
 
 
 def test_gpus_apart_choose_the_collective_composition_and_say_so_once(monkeypatch):
     asked, said = [], []
 
-    def are_apart(groups: np.ndarray) -> bool:
+    def out_of_reach(groups: np.ndarray) -> str:
         asked.append([[device.id for device in group] for group in groups])
-        return False
+        return "0 not that of 1 (of devices 0, 2)"
 
-    monkeypatch.setattr(gpu, "can_reach_each_other", are_apart)
-    monkeypatch.setattr(logging, "info", lambda text, *args: said.append(text % args))
-    call.say_once.cache_clear()
+    monkeypatch.setattr(reach, "out_of_reach", out_of_reach)
+    monkeypatch.setattr(logging, "warning", lambda text, *args: said.append(text % args))
+    call.warn_once.cache_clear()
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "dp"))
     for _ in range(2):
         assert targets(lower("cpu", "auto", mesh)) == COLLECTIVE_TARGETS
     assert asked == [[[0, 2], [1, 3]]] * 2
     assert len(said) == 1
-    assert "along mesh axis 'ep' cannot reach each other's memory" in said[0]
-    assert targets(lower("cpu", "composed", mesh)) == CPU_TARGETS
+    which = "of mesh axis 'ep' cannot reach each other's memory: 0 not that of 1 (of devices 0, 2)"
+    assert which in said[0]
+    for insisting in ("fused", "composed"):
+        with pytest.raises(jax_mok.MoEInputError, match=re.escape(which)):
+            lower("cpu", insisting, mesh)
+    assert targets(lower("cpu", "collective", mesh)) == COLLECTIVE_TARGETS
+    assert len(said) == 1
     # An abstract mesh has no devices to ask.
     layer = functools.partial(jax_mok.moe, mesh=mesh.abstract_mesh, axis_name="ep")
     jax.eval_shape(layer, *operands())
-    assert len(asked) == 2
+    assert len(asked) == 4

@@ -136,6 +136,52 @@ def test_two_processes_of_thirty_six_devices_get_the_bits_of_one(start, tmp_path
     harness.assert_same_bits(load_outputs(result), harness.run_layer(inputs, 1))
 
 
+APART = """
+import types, unittest.mock
+from jax_mok import ffi, reach
+ask = reach.out_of_reach
+
+def as_gpu(device):
+    return types.SimpleNamespace(
+        id=device.id, platform="gpu", local_hardware_id=device.local_hardware_id,
+        process_index=device.process_index, partition_index=device.process_index,
+    )
+
+def as_gpus_of_two_domains(groups):
+    kernels = types.SimpleNamespace(can_reach=lambda device, peer: True)
+    with unittest.mock.patch.object(ffi, "cuda", kernels):
+        return ask(np.vectorize(as_gpu)(groups))
+
+reach.out_of_reach = as_gpus_of_two_domains
+"""
+
+INSIST = """
+try:
+    harness.layer_step(mesh, jax_mok.MoEConfig(composition="fused"))(harness.shard(inputs, mesh))
+except jax_mok.MoEInputError as error:
+    print("refused:", error)
+"""
+
+
+def test_processes_of_different_nvlink_domains_say_so_and_get_the_bits_of_one(
+    start, inputs_file, tmp_path
+):
+    """Devices of the CPU that say to be GPUs of a domain for each process."""
+    port = free_port()
+    result = tmp_path / "outputs.npz"
+    code = APART + DISTRIBUTED + INSIST
+    processes = [
+        start(code, inputs_file, result, port, process, 0, "operands", devices=2)
+        for process in range(2)
+    ]
+    which = "ranks of mesh axis 'ep' cannot reach each other's memory: 0-1 not that of 2-3"
+    for process in processes:
+        output = finish(process)
+        assert output.count(f"jax_mok: {which}") == 1
+        assert f"refused: composition='fused' is not possible, since {which}" in output
+    harness.assert_same_bits(load_outputs(result), harness.run_layer(make_inputs(), 1))
+
+
 CHECKPOINT = """
 port, process = int(sys.argv[4]), int(sys.argv[5])
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)

@@ -193,10 +193,13 @@ std::string join_peers(ncclComm_t comm, cudaStream_t stream, Arena* arena) {
            "MoEConfig(composition='collective')";
   }
   // Asked for only now: registration is what makes NCCL find out.
-  if (const int near = nccl()->team_lsa(comm).nRanks; near != arena->layout.ranks) {
-    return "only " + std::to_string(near) + " of the " + std::to_string(arena->layout.ranks) +
-           " ranks of the mesh axis share an NVLink domain: keep the axis inside one, or use "
-           "MoEConfig(composition='collective')";
+  if (const ncclTeam_t near = nccl()->team_lsa(comm); near.nRanks != arena->layout.ranks) {
+    const int first = arena->rank - near.rank * near.stride;
+    const int last = first + (near.nRanks - 1) * near.stride;
+    return "rank " + std::to_string(arena->rank) + " shares an NVLink domain with ranks " +
+           std::to_string(first) + " to " + std::to_string(last) + " only, of the " +
+           std::to_string(arena->layout.ranks) + " of the mesh axis: keep the axis inside a " +
+           "domain, or use MoEConfig(composition='collective')";
   }
   find_peers<<<1, 32, 0, stream>>>(window, arena->layout.ranks, arena->bases);
   cudaError_t status = cudaGetLastError();
