@@ -164,7 +164,7 @@ def test_a_rack_is_simulated_and_drawn(tmp_path):
     assert [point["value"] for point in points if point["varied"] == "gpus"] == [1, 2, 5]
     varied = {point["varied"] for point in points}
     assert {"pull order", "pull speed", "repeats", "direction", "MXFP8", "zipf exponent"} < varied
-    assert {"gpus", "ring rows"} < varied
+    assert {"gpus", "ring"} < varied
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

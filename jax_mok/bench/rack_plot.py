@@ -17,23 +17,31 @@ _LAYER, _ARITHMETIC, _LINK, _DISPATCH, _COMBINE = (
     "#56B4E9",
     "#E69F00",
 )
+_MARKERS = "os^Dvx"
 
 
 def draw(path: Path, measured: dict[str, Any], links: dict[str, Any]) -> None:
-    """A row a shape: time by GPUs, the ports by time, pairs by time, one GPU's sources by time."""
+    """A row a shape: time by GPUs, the ports by time, pairs by time, one GPU's sources by time.
+
+    Below them what one change does to the time, if any was simulated.
+    """
     shapes = measured["shapes"]
-    figure, rows = plt.subplots(
-        len(shapes), 4, figsize=(14, 0.5 + 2.7 * len(shapes)), squeeze=False, layout="constrained"
-    )
-    for (name, points), panels in zip(shapes.items(), rows, strict=True):
+    changes = [point for point in next(iter(shapes.values())) if point["varied"] != "gpus"]
+    heights = [2.7] * len(shapes) + ([1 + 0.22 * len(changes)] if changes else [])
+    figure = plt.figure(figsize=(14, 0.5 + sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 4, height_ratios=heights)
+    for row, (name, points) in enumerate(shapes.items()):
+        panels = [figure.add_subplot(grid[row, column]) for column in range(4)]
         _draw_curve(panels[0], name, [point for point in points if point["varied"] == "gpus"])
         _draw_ports(panels[1], links[name])
         _draw_pairs(panels[2], links[name])
         _draw_sources(panels[3], links[name])
         for panel in panels[:3]:
             panel.spines[["top", "right"]].set_visible(False)
-    for panel in rows[0, :3]:
-        panel.legend(frameon=False, fontsize=8, loc="upper left")
+            if row == 0:
+                panel.legend(frameon=False, fontsize=8, loc="upper left")
+    if changes:
+        _draw_changes(figure.add_subplot(grid[-1, :]), shapes)
     figure.suptitle(f"simulated: forward pass on {measured['machine'].upper()}s", fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -98,3 +106,26 @@ def _draw_sources(panel: Axes, link: dict[str, Any]) -> None:
     panel.set_xlabel("ms since the kernel's start")
     panel.set_ylabel("to GPU 0 from")
     panel.figure.colorbar(image, ax=panel, label="of its part of the port")
+
+
+def _draw_changes(panel: Axes, shapes: dict[str, Any]) -> None:
+    """Of each shape, times the layer as it is on as many GPUs."""
+    for at, (name, points) in enumerate(shapes.items()):
+        usual = {point["gpus"]: point["layer_s"] for point in points if point["varied"] == "gpus"}
+        changed = [point for point in points if point["varied"] != "gpus"]
+        panel.plot(
+            [point["layer_s"] / usual[point["gpus"]] for point in changed],
+            [f"{point['varied']}: {point['value']}" for point in changed],
+            _MARKERS[at % len(_MARKERS)],
+            color=f"C{at}",
+            fillstyle="none",
+            label=name,
+        )
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set_xlabel("times the layer as it is")
+    panel.invert_yaxis()
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8, loc="upper right")
