@@ -22,9 +22,7 @@ RANKS, EXPERTS = 72, 72
 MESHES = [dict(ep=72), dict(dp=2, ep=36), dict(dp=9, ep=8), dict(ep=3, rest=24)]
 RATE = 0.5
 
-with_peers = pytest.mark.skipif(
-    ffi.cuda_peers is None, reason="built without GPU kernels, or JAX too old for those of peers"
-)
+with_gpu_kernels = pytest.mark.skipif(ffi.cuda is None, reason="built without GPU kernels")
 
 
 @functools.cache
@@ -128,9 +126,13 @@ def lowered(ranks: int, derive: bool) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@with_peers
+@with_gpu_kernels
 @pytest.mark.parametrize("derive", [False, True])
-def test_a_gpu_program_has_one_call_per_pass_and_one_size_for_any_number_of_ranks(derive):
+def test_a_gpu_program_has_one_call_per_pass_and_one_size_for_any_number_of_ranks(
+    derive, monkeypatch
+):
+    if ffi.cuda_peers is None:  # JAX is too old to run the program, not to lower it
+        monkeypatch.setattr(ffi, "cuda_peers", ffi.cuda)
     few, many = lowered(2, derive), lowered(RANKS, derive)
     passes = ["jax_mok_forward_peers", "jax_mok_backward_peers"]
     expected = passes if derive else passes[:1]
