@@ -192,15 +192,14 @@ from jax.experimental import multihost_utils
 ranks, folder = int(sys.argv[3]), sys.argv[4]
 mesh = gpu_harness.mesh_of(ranks)
 inputs = harness.shard(test_gpu_many.draw("zipf", ranks, tokens=1200), mesh)
-for composition in ("fused", "composed"):
-    step = harness.layer_step(mesh, gpu_harness.MoEConfig(composition=composition))
-    for _ in range(5):
-        outputs = step(inputs)
-    jax_mok.check()
-    outputs = [multihost_utils.process_allgather(array, tiled=True) for array in outputs]
-    with open(f"{folder}/{composition}-{process}", "wb") as file:
-        for array in outputs:
-            file.write(array.tobytes())
+step = harness.layer_step(mesh, gpu_harness.MoEConfig(composition="fused"))
+for _ in range(5):
+    outputs = step(inputs)
+jax_mok.check()
+outputs = [multihost_utils.process_allgather(array, tiled=True) for array in outputs]
+with open(f"{folder}/{process}", "wb") as file:
+    for array in outputs:
+        file.write(array.tobytes())
 """
 
 
@@ -209,5 +208,4 @@ def test_a_process_for_each_gpu_gets_the_bits_of_one_gpu(ranks, tmp_path):
     outputs = run(draw("zipf", ranks, tokens=1200), 1)
     want = b"".join(array.tobytes() for array in outputs)
     found = {file.name: file.read_bytes() == want for file in tmp_path.iterdir()}
-    names = [f"{way}-{process}" for way in ("fused", "composed") for process in range(ranks)]
-    assert found == dict.fromkeys(names, True)
+    assert found == dict.fromkeys(map(str, range(ranks)), True)
